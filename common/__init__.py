@@ -1,0 +1,34 @@
+"""The contract every port is written against: problems, masks, targets, tiles, ports and `attention()`."""
+
+from .attention import attention
+from .buffers import GuardedBuffers, empty, empty_like
+from .mask import Corner, Mask, TileKind
+from .ports import Build, Port, Unsupported, check_tensors, port, port_names
+from .problem import DTYPE_NAMES, Direction, Problem
+from .target import Card, Target
+from .tile import RUNGS, Switches, Tile, TileTable
+
+__all__ = [
+    "DTYPE_NAMES",
+    "RUNGS",
+    "Build",
+    "Card",
+    "Corner",
+    "Direction",
+    "GuardedBuffers",
+    "Mask",
+    "Port",
+    "Problem",
+    "Switches",
+    "Target",
+    "Tile",
+    "TileKind",
+    "TileTable",
+    "Unsupported",
+    "attention",
+    "check_tensors",
+    "empty",
+    "empty_like",
+    "port",
+    "port_names",
+]

@@ -1,0 +1,80 @@
+"""Where every port gets its output and scratch memory from.
+
+Outside a check this is `torch.empty`. Inside `with GuardedBuffers()` each buffer is filled with NaN and lies between
+two guard zones, so that a check sees an element that was read or returned before it was written, and a write outside.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+_state = threading.local()
+
+
+def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised contiguous tensor."""
+    guard: GuardedBuffers | None = getattr(_state, "guard", None)
+    if guard is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return guard.allocate(torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An uninitialised dense tensor of the shape, dtype and order of dimensions of `tensor`.
+
+    So the output for a `(B, N, H, D)` tensor seen through `transpose(1, 2)` is such a view as well.
+    """
+    guard: GuardedBuffers | None = getattr(_state, "guard", None)
+    if guard is None:
+        return torch.empty_like(tensor)
+    return guard.allocate(torch.empty_like(tensor, device="meta"), tensor.device)
+
+
+class GuardedBuffers:
+    """A context in which `empty` and `empty_like` hand out poisoned buffers between guard zones (this thread's only).
+
+    `faults()` tells, after the launches, which buffers were written outside.
+    """
+
+    GUARD_BYTES = 64 * 1024
+    PATTERN = 0xA5
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[str, torch.Tensor, int]] = []
+
+    def __enter__(self) -> GuardedBuffers:
+        self._outer = getattr(_state, "guard", None)
+        _state.guard = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _state.guard = self._outer
+
+    def allocate(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A buffer of the shape, strides and dtype of the meta tensor `like`, poisoned and guarded."""
+        size = math.prod(like.shape) * like.dtype.itemsize
+        raw = torch.full((size + 2 * self.GUARD_BYTES,), self.PATTERN, dtype=torch.uint8, device=device)
+        flat = raw[self.GUARD_BYTES : self.GUARD_BYTES + size].view(like.dtype)
+        if like.dtype.is_floating_point:
+            flat.fill_(math.nan)
+        self._buffers.append((f"{tuple(like.shape)} {like.dtype}", raw, size))
+        return flat.as_strided(like.shape, like.stride())
+
+    def faults(self) -> list[str]:
+        """One line for each buffer that was written outside; empty when none was."""
+        found = []
+        for name, raw, size in self._buffers:
+            for side, zone in (("before", raw[: self.GUARD_BYTES]), ("after", raw[self.GUARD_BYTES + size :])):
+                touched = torch.nonzero(zone != self.PATTERN)
+                if touched.numel():
+                    first, last = int(touched[0]), int(touched[-1])
+                    where = self.GUARD_BYTES - last if side == "before" else first
+                    found.append(f"wrote {side} the buffer {name}: {touched.numel()} bytes, nearest {where} bytes away")
+        return found

@@ -1,0 +1,283 @@
+"""What a port is, and how one is found by name."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from .buffers import empty, empty_like
+from .errors import Unsupported
+from .problem import DTYPE_NAMES, Direction, Problem
+from .target import ADA, Target
+from .tile import Switches, Tile
+
+__all__ = ["Build", "Port", "Unsupported", "check_tensors", "port", "port_names"]
+
+# name: (module, class, how to get the package it needs)
+_PORTS = {
+    "reference": ("reference.port", "ReferencePort", "torch"),
+    "triton": ("triton_impl.port", "TritonPort", "triton"),
+    "tilelang": ("tilelang_impl.port", "TilelangPort", "tilelang"),
+    "cute": ("cute_impl.port", "CutePort", "nvidia-cutlass-dsl"),
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel compiled for one target: what it takes of the chip and what it is made of.
+
+    shared: bytes of shared memory a block. registers: 32-bit registers a thread. spills: bytes of spill stores and
+    loads a thread. instructions: the matrix instructions in its code. seconds: time to compile. ptx: its code, where
+    the compiler shows it.
+    """
+
+    kernel: str
+    target: str
+    tile: Tile
+    shared: int
+    registers: int
+    spills: int
+    instructions: tuple[str, ...]
+    seconds: float
+    ptx: str
+
+
+def check_tensors(problem: Problem, **tensors: torch.Tensor | None) -> None:
+    """Compares tensors, given by their names of design section 2, with the problem they are said to belong to.
+
+    `lse` and `dlse` are fp32 `(B, Hq, Nq)`; k, v have the shape `(B, Hkv, Nk, D)`, the others that of q. A tensor with
+    one dimension less has one head and leaves it out. Raises TypeError for a wrong type or dtype, ValueError for a
+    wrong shape or device; the message names the argument, what came and what is allowed.
+    """
+    device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
+        is_lse = name in ("lse", "dlse")
+        shape = problem.lse_shape if is_lse else problem.kv_shape if name in ("k", "v") else problem.q_shape
+        if tensor.shape != shape and not (shape[1] == 1 and tensor.shape == shape[:1] + shape[2:]):
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        dtype = torch.float32 if is_lse else problem.dtype
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"{name} must be on {device} as the tensors before it, got {tensor.device}")
+
+
+def _with_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor if tensor.dim() == dim else tensor.unsqueeze(1)
+
+
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    # Kernels read rows of D contiguous elements. Anything else is copied, once, here.
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+class Port(ABC):
+    """One implementation of FlashAttention-2.
+
+    The public methods hold what is the same for all: validation, the dimension a single head leaves out, the copy of a
+    tensor whose last stride is not 1, and problems with nothing to compute. A port writes `_forward` and `_backward`,
+    which see four-dimensional tensors with a last stride of 1, at least one query and at least one key.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def unsupported(self, problem: Problem, target: Target) -> str | None:
+        """Why this port cannot do the problem on the target, or None when it can."""
+
+    @abstractmethod
+    def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+        """Candidate tiles within the target's shared memory, best first: swept ones, else those of the budget."""
+
+    def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:  # noqa: B027
+        """Raises Unsupported, with the arithmetic written out, when the tile does not fit the target."""
+
+    def build(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+    ) -> list[Build]:
+        """Compiles the direction's kernels for a target, which need not be in the machine.
+
+        Raises Unsupported when the port has nothing to compile or the tile does not fit.
+        """
+        raise Unsupported(f"{self.name} has no kernels to compile")
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        *,
+        target: Target | None = None,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`o (B, Hq, Nq, D)` in the input dtype and `lse (B, Hq, Nq)` in fp32, the natural logarithm.
+
+        q: `(B, Hq, Nq, D)`; k, v: `(B, Hkv, Nk, D)`; or all `(B, N, D)`, and then o and lse leave the head out too.
+        target: whose code path to run; default, the device's own. tile: default, the best of `tiles()`.
+        Source: Dao 2023, "FlashAttention-2", algorithm 1.
+
+        Raises TypeError/ValueError for tensors that are not the problem's, Unsupported for what this port cannot do.
+        """
+        check_tensors(problem, q=q, k=k, v=v)
+        target, tile, switches = self._plan(problem, "forward", q.device, target, tile, switches)
+        if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
+            o = empty_like(q).zero_()
+            lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device).fill_(-math.inf)
+            return o, lse
+        q4, k4, v4 = (_unit_stride(_with_heads(t, 4)) for t in (q, k, v))
+        o, lse = self._forward(q4, k4, v4, problem, target, tile, switches)
+        return (o, lse) if q.dim() == 4 else (o.squeeze(1), lse.squeeze(1))
+
+    def backward(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        problem: Problem,
+        *,
+        target: Target | None = None,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+        deterministic: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`dq`, `dk`, `dv`, of the shapes and dtype of q, k, v.
+
+        do: the gradient of o, of its shape. dlse: the gradient of lse, fp32 `(B, Hq, Nq)`, or None for zero.
+        o, lse: what `forward` returned. dk and dv of a shared head are the sums over its group of query heads.
+        deterministic: dq is bitwise repeatable too; dk and dv always are.
+        Source: Dao 2023, "FlashAttention-2", algorithm 2, with `delta = rowsum(do * o) - dlse`.
+
+        Raises TypeError/ValueError for tensors that are not the problem's, Unsupported for what this port cannot do.
+        """
+        check_tensors(problem, do=do, dlse=dlse, q=q, k=k, v=v, o=o, lse=lse)
+        target, tile, switches = self._plan(problem, "backward", q.device, target, tile, switches)
+        if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
+            return empty_like(q).zero_(), empty_like(k).zero_(), empty_like(v).zero_()
+        do4, q4, k4, v4, o4 = (_unit_stride(_with_heads(t, 4)) for t in (do, q, k, v, o))
+        lse3 = _with_heads(lse, 3).contiguous()
+        dlse3 = None if dlse is None else _with_heads(dlse, 3).contiguous()
+        dq, dk, dv = self._backward(do4, dlse3, q4, k4, v4, o4, lse3, problem, target, tile, switches, deterministic)
+        return (dq, dk, dv) if q.dim() == 4 else (dq.squeeze(1), dk.squeeze(1), dv.squeeze(1))
+
+    def _plan(
+        self,
+        problem: Problem,
+        direction: Direction,
+        device: torch.device,
+        target: Target | None,
+        tile: Tile | None,
+        switches: Switches | None,
+    ) -> tuple[Target, Tile, Switches]:
+        if target is None:
+            target = _native(device)
+        switches = switches or Switches()
+        reason = self.unsupported(problem, target)
+        if reason is not None:
+            raise Unsupported(reason)
+        return target, self.choose_tile(problem, target, direction, tile, switches), switches
+
+    def choose_tile(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile | None, switches: Switches
+    ) -> Tile:
+        """The tile given, once it is known to fit; else the best one, or with the rung `tiles` off the naive one."""
+        if tile is None:
+            return self.tiles(problem, target, direction)[0] if switches.tiles else NAIVE_TILE
+        self.check_tile(problem, target, direction, tile)
+        return tile
+
+    @abstractmethod
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @abstractmethod
+    def _backward(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+NAIVE_TILE = Tile(block_m=16, block_n=16, warps=1, stages=1)
+
+
+@cache
+def _native(device: torch.device) -> Target:
+    # On a CPU it is the Ada path that an interpreter walks.
+    return Target.detect(device) if device.type == "cuda" else ADA
+
+
+def dtype_reason(name: str, problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """The reason to give when the problem's dtype is not among a port's, else None."""
+    if problem.dtype in dtypes:
+        return None
+    return f"{name} takes {', '.join(DTYPE_NAMES[d] for d in dtypes)}; the problem is {DTYPE_NAMES[problem.dtype]}"
+
+
+def port_names() -> tuple[str, ...]:
+    """The names `port` knows, whether or not they can run here."""
+    return tuple(_PORTS)
+
+
+@cache
+def port(name: str) -> Port:
+    """The port of that name, imported when first asked for.
+
+    Raises ValueError for a name there is not, Unsupported (with what to do) when it is not written yet or the package
+    it needs is missing.
+    """
+    if name not in _PORTS:
+        raise ValueError(f"impl must be one of {', '.join(_PORTS)}, got {name!r}")
+    module, kind, package = _PORTS[name]
+    try:
+        return getattr(importlib.import_module(module), kind)()
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing.split(".")[0] == module.split(".")[0]:
+            raise Unsupported(f"the {name} port is not written yet") from error
+        raise Unsupported(f"the {name} port needs {missing}, which is not installed: pip install {package}") from error
+    except ImportError as error:
+        raise Unsupported(f"the {name} port could not be imported: {error}") from error

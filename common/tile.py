@@ -1,0 +1,128 @@
+"""Tiles, the switches of the ladder, and the table of swept tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .problem import Direction, Problem
+from .target import Target
+
+RUNGS = ("naive", "tiles", "skip", "exp2", "edges", "order")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its problem: `block_m` query rows by `block_n` key rows, `warps` a block, `stages` of the loop.
+
+    extra: what one port needs besides, as sorted `(name, value)` pairs; read with `tile.get(name, default)`.
+    Raises TypeError/ValueError when a value is no positive integer.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int = 4
+    stages: int = 2
+    extra: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "warps", "stages"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"tile {name} must be an int, got {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"tile {name} must be >= 1, got {value}")
+
+    def get(self, name: str, default: int) -> int:
+        """The extra value of that name."""
+        return dict(self.extra).get(name, default)
+
+    def __str__(self) -> str:
+        text = f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}"
+        return text + "".join(f" {name}{value}" for name, value in self.extra)
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> Tile:
+        """A tile from a mapping: `block_m`, `block_n`, `warps`, `stages`, and any further integers as extras."""
+        own = {f.name for f in fields(cls)} - {"extra"}
+        extra = tuple(sorted((name, value) for name, value in entry.items() if name not in own))
+        return cls(**{name: entry[name] for name in own if name in entry}, extra=extra)
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The optimisations a learner meets one after another; compile-time constants in every kernel.
+
+    tiles: the tile swept for the target, instead of 16×16 unpipelined.
+    skip: the key loop starts and stops at the mask's edge, instead of visiting every tile.
+    exp2: `scale·log2(e)` folded in once and `exp2` in the loop, instead of `exp`.
+    edges: only edge tiles are masked, the interior loop has no comparison.
+    order: heavy query tiles first, heads grouped so that their keys and values stay in L2.
+    tf32: fp32 products in TF32 instead of IEEE fp32. No rung: it changes the rounding, so it is off unless asked for.
+    """
+
+    tiles: bool = True
+    skip: bool = True
+    exp2: bool = True
+    edges: bool = True
+    order: bool = True
+    tf32: bool = False
+
+    @classmethod
+    def rung(cls, name: str) -> Switches:
+        """The switches of a rung of the ladder, cumulative: that rung and all before it on, the later ones off.
+
+        Raises ValueError for a name that is no rung.
+        """
+        if name not in RUNGS:
+            raise ValueError(f"rung must be one of {', '.join(RUNGS)}, got {name!r}")
+        climbed = RUNGS[1 : RUNGS.index(name) + 1]
+        return cls(**{rung: rung in climbed for rung in RUNGS[1:]})
+
+    def without(self, name: str) -> Switches:
+        """These switches with one rung off."""
+        if name not in RUNGS[1:]:
+            raise ValueError(f"switch must be one of {', '.join(RUNGS[1:])}, got {name!r}")
+        return replace(self, **{name: False})
+
+    def __str__(self) -> str:
+        off = [f"-{name}" for name in RUNGS[1:] if not getattr(self, name)]
+        return " ".join(off + (["+tf32"] if self.tf32 else [])) or "all"
+
+
+class TileTable:
+    """A port's `tiles.yaml`: a list of entries, each the tiles swept for one class of problems, best first.
+
+    An entry has `target`, `direction`, `bits` (16 or 32: the width of the dtype), `head_dim` (the largest it is for),
+    `masked` (whether the mask has an edge on the right, as causal has), `tiles`, and what was measured and where.
+    """
+
+    def __init__(self, path: Path) -> None:
+        entries = yaml.safe_load(path.read_text())
+        self._tiles: dict[tuple[str, str, int, bool], list[tuple[int, list[Tile]]]] = {}
+        for entry in entries:
+            key = (entry["target"], entry["direction"], entry["bits"], entry["masked"])
+            tiles = [Tile.parse(tile) for tile in entry["tiles"]]
+            self._tiles.setdefault(key, []).append((entry["head_dim"], tiles))
+        for rows in self._tiles.values():
+            rows.sort(key=lambda row: row[0])
+
+    @classmethod
+    @cache
+    def load(cls, path: Path) -> TileTable:
+        """The table in that file, read once."""
+        return cls(path)
+
+    def lookup(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+        """The tiles of the entry with the smallest `head_dim` that holds the problem's; empty when none was swept."""
+        masked = problem.mask.right is not None
+        key = (target.name, direction, problem.dtype.itemsize * 8, masked)
+        for head_dim, tiles in self._tiles.get(key, ()):
+            if problem.head_dim <= head_dim:
+                return tiles
+        return []
