@@ -138,10 +138,23 @@ class Mask:
 
     def dense(self, len_q: int, len_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The mask as a bool tensor `(Nq, Nk)`, True where the key is visible: for references, never for kernels."""
+        return self.dense_tile(0, len_q, 0, len_k, len_q, len_k, device)
+
+    def dense_tile(
+        self,
+        row_begin: int,
+        row_end: int,
+        key_begin: int,
+        key_end: int,
+        len_q: int,
+        len_k: int,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """The tile `[row_begin, row_end) × [key_begin, key_end)` of `dense`, without the rest of it."""
         low, high = self.band(len_q, len_k)
-        rows = torch.arange(len_q, device=device)[:, None]
-        keys = torch.arange(len_k, device=device)[None, :]
-        visible = torch.ones(len_q, len_k, dtype=torch.bool, device=device)
+        rows = torch.arange(row_begin, row_end, device=device)[:, None]
+        keys = torch.arange(key_begin, key_end, device=device)[None, :]
+        visible = torch.ones(row_end - row_begin, key_end - key_begin, dtype=torch.bool, device=device)
         if low is not None:
             visible &= keys >= rows + low
         if high is not None:
