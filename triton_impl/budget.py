@@ -7,7 +7,8 @@ What Triton keeps there, read off its builds for the four targets (the tests hol
   tcgen05, whose operands are still being read while the next copies land;
 - without a pipeline, K and V one after the other in the forward; in the backward both, and one more for transposing;
 - scores on their way into the next product, where the compiler lays the two products out differently: on mma.sync when
-  the program's tile has fewer rows than columns; and dS, transposed, for the atomics.
+  the program's tile has fewer rows than columns, and always in IEEE fp32, which also reduces rows across warps there;
+- dS, transposed, for the atomics.
 """
 
 from __future__ import annotations
@@ -66,8 +67,11 @@ def _walk(
         parts[" or ".join(walked)] = walked_rows * row
     else:
         parts |= dict.fromkeys((*walked, "transposed"), walked_rows * row)
-    if not asynchronous and owned_rows < block_d(problem):
-        parts["P"] = owned_rows * walked_rows * problem.dtype.itemsize
+    if problem.dtype.itemsize == 4:
+        parts["P"] = owned_rows * walked_rows * 4
+        parts["rows"] = owned_rows * 4
+    elif not asynchronous and owned_rows < block_d(problem):
+        parts["P"] = owned_rows * walked_rows * 2
     return parts
 
 
