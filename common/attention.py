@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
 
+from .errors import check_type
 from .mask import Corner, Mask
 from .ports import port
 from .problem import Problem
@@ -40,6 +42,8 @@ def attention(
     Raises TypeError/ValueError for wrong arguments before anything is allocated, Unsupported (with the reason) when
     the implementation cannot do it. Source: Dao 2023, "FlashAttention-2".
     """
+    for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
+        check_type(name, flag, bool)
     if mask is None:
         mask = _CAUSAL if causal else _FULL
     elif causal:
@@ -49,7 +53,7 @@ def attention(
         Problem.from_tensors(q, k, v, mask=mask, scale=scale)
         port(impl)
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = 1 / math.sqrt(q.shape[-1])
     one_head = q.dim() == 3
     if one_head:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)

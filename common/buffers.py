@@ -46,16 +46,17 @@ class GuardedBuffers:
 
     def __init__(self) -> None:
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
+        self._outer: list[GuardedBuffers | None] = []  # one a level: the same guard may be entered again inside itself
 
     def __enter__(self) -> GuardedBuffers:
-        self._outer = getattr(_state, "guard", None)
+        self._outer.append(getattr(_state, "guard", None))
         _state.guard = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _state.guard = self._outer
+        _state.guard = self._outer.pop()
 
     def allocate(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A buffer of the shape, strides and dtype of the meta tensor `like`, poisoned and guarded."""
@@ -75,6 +76,6 @@ class GuardedBuffers:
                 touched = torch.nonzero(zone != self.PATTERN)
                 if touched.numel():
                     first, last = int(touched[0]), int(touched[-1])
-                    where = self.GUARD_BYTES - last if side == "before" else first
+                    where = self.GUARD_BYTES - 1 - last if side == "before" else first
                     found.append(f"wrote {side} the buffer {name}: {touched.numel()} bytes, nearest {where} bytes away")
         return found

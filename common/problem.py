@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from .errors import check_strided, check_type
 from .mask import Mask
 
 Direction = Literal["forward", "backward"]
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
+FP32 = torch.finfo(torch.float32)
 LEN_MAX = 2**31 - 1 - 2 * 256  # positions, rounded up to a tile, stay in 32 bits
 
 
@@ -21,9 +23,16 @@ def check_scale(scale: object) -> float:
     """`scale` as a float. Raises TypeError when it is no number, ValueError unless it is finite and > 0."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"scale must be finite and > 0, got {scale}")
+    # Kernels take it in fp32, where 1e39 would be infinite and 1e-46 zero.
+    if not FP32.tiny <= scale <= FP32.max:
+        raise ValueError(f"scale must be finite and > 0 in fp32, {FP32.tiny:.3g} to {FP32.max:.3g}, got {scale}")
     return float(scale)
+
+
+def check_direction(direction: object) -> None:
+    """Raises ValueError unless it is one of the two."""
+    if direction not in get_args(Direction):
+        raise ValueError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,9 @@ class Problem:
                 f"head_dim must be a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, "
                 f"got {self.head_dim}"
             )
-        if self.dtype not in DTYPE_NAMES:
-            raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES.values())}, got {self.dtype}")
-        if not isinstance(self.mask, Mask):
-            raise TypeError(f"mask must be a Mask, got {type(self.mask).__name__}")
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPE_NAMES:
+            raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPE_NAMES))}, got {self.dtype!r}")
+        check_type("mask", self.mask, Mask)
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else check_scale(self.scale)
         object.__setattr__(self, "scale", scale)
 
@@ -85,10 +93,7 @@ class Problem:
         do not go together; the message names the argument.
         """
         for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-            if tensor.layout != torch.strided or tensor.is_nested:
-                raise TypeError(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
+            check_strided(name, tensor)
             if tensor.dtype not in DTYPE_NAMES:
                 raise TypeError(f"{name} must be {', '.join(DTYPE_NAMES.values())}, got {tensor.dtype}")
             if tensor.dim() not in (3, 4):
@@ -145,7 +150,7 @@ class Problem:
         heads = f"h{self.heads_q}" if self.group == 1 else f"h{self.heads_q}kv{self.heads_kv}"
         length = f"n{self.len_q}" if self.len_q == self.len_k else f"n{self.len_q}k{self.len_k}"
         name = f"b{self.batch}-{heads}-{length}-d{self.head_dim}-{DTYPE_NAMES[self.dtype]}-{self.mask}"
-        return name if self.scale == 1 / math.sqrt(self.head_dim) else f"{name}-s{self.scale:g}"
+        return name if self.scale == 1 / math.sqrt(self.head_dim) else f"{name}-s{self.scale!r}"
 
     def flops(self, direction: Direction) -> int:
         """Floating-point operations by the convention of the field, over the visible pairs only.
@@ -153,6 +158,7 @@ class Problem:
         Forward: two products, `4·B·Hq·D·pairs`. Backward: five products, 2.5 times that; what a kernel recomputes
         beyond it earns no credit (Dao 2023, section 4.1).
         """
+        check_direction(direction)
         forward = 4 * self.batch * self.heads_q * self.head_dim * self.mask.visible_pairs(self.len_q, self.len_k)
         return forward if direction == "forward" else forward * 5 // 2
 
@@ -161,6 +167,7 @@ class Problem:
 
         Forward reads q, k, v and writes o, lse. Backward reads q, k, v, o, do, lse and writes dq, dk, dv.
         """
+        check_direction(direction)
         q_bytes = math.prod(self.q_shape) * self.dtype.itemsize
         kv_bytes = math.prod(self.kv_shape) * self.dtype.itemsize
         lse_bytes = math.prod(self.lse_shape) * 4

@@ -16,6 +16,8 @@ from .build import build
 from .forward import forward
 from .launch import INTERPRET
 
+EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
+
 
 class TritonPort(Port):
     """FlashAttention-2 in Triton: fp16, bf16 and fp32, every target; on a CPU in Triton's interpreter."""
@@ -31,6 +33,9 @@ class TritonPort(Port):
         return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+        unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
+        if unknown:
+            raise Unsupported(f"Triton's tiles have no {', '.join(unknown)} (but {', '.join(sorted(EXTRAS))})")
         sides = [tile.block_m, tile.block_n]
         if direction == "backward":
             dq = budget.dq_tile(tile)
@@ -38,8 +43,9 @@ class TritonPort(Port):
         for side in sides:
             if side < 16 or side & (side - 1):
                 raise Unsupported(f"Triton's tiles have sides that are powers of two of at least 16, got tile {tile}")
-        if tile.warps & (tile.warps - 1) or tile.warps > 32:
-            raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
+        for warps in (tile.warps, tile.get("dq_warps", tile.warps)):
+            if warps & (warps - 1) or warps > 32:
+                raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
         budget.check(problem, target, direction, tile)
 
     def build(
@@ -51,7 +57,7 @@ class TritonPort(Port):
         tile: Tile | None = None,
         switches: Switches | None = None,
     ) -> list[Build]:
-        switches = switches or Switches()
+        switches = Switches() if switches is None else switches
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)
