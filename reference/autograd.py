@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from common import Mask, Problem
-
-from .port import ReferencePort
-
-_PORT = ReferencePort()
+from common import port
+from common.one_head import backward_one_head, forward_one_head
 
 
 class FlashAttentionPytorch(torch.autograd.Function):
@@ -27,17 +24,9 @@ class FlashAttentionPytorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
-        problem = Problem.from_tensors(q, k, v, mask=Mask.causal() if is_causal else Mask())
-        if q.dim() != 3:
-            raise ValueError(f"q must be (B, N, D), got shape {tuple(q.shape)}; common.attention takes heads")
-        o, lse = _PORT.forward(q, k, v, problem)
-        ctx.problem = problem
-        ctx.save_for_backward(q, k, v, o, lse)
-        return o
+        return forward_one_head(ctx, port("reference"), q, k, v, is_causal)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv = _PORT.backward(do, None, q, k, v, o, lse, ctx.problem)
-        return dq, dk, dv, None
+        return backward_one_head(ctx, do)

@@ -1,0 +1,333 @@
+"""FlashAttention-2 backward in Triton.
+
+From `do`, `lse` and the inputs, with P recomputed (Dao 2023, algorithm 2):
+
+    P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP - delta)      dK = dSᵀ Q      dQ = dS K
+
+where `delta = rowsum(dO ∘ O) - dlse`. Two ways to run it:
+
+`separate`  prepare_kernel, then dkdv_kernel (one program a tile of keys, walking over queries), then dq_kernel (one
+            program a tile of queries, walking over keys). S and dP are computed twice, nothing is shared between
+            programs, and every gradient is bitwise repeatable.
+`atomic`    dkdv_kernel also adds its part of dQ to an fp32 buffer with atomics, and cast_kernel rounds that. Five
+            products instead of seven; dQ may differ in its last bits from run to run.
+
+In dkdv_kernel the scores are computed transposed, `Sᵀ = K Qᵀ [BLOCK_N, BLOCK_M]`, so that Pᵀ and dSᵀ are the left
+operands of the next products straight from registers.
+
+Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`; lse, delta, shift `(B, Hq, Nq)` in fp32.
+dk and dv of a head are summed over the group of query heads that share it, in one program and in order.
+The rungs are those of the forward.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from common import Problem, Switches, Target, Tile, empty, empty_like
+
+from .blocks import dot, load_rows, row_offsets, schedule, store_rows, tile_range, visible
+from .budget import dq_tile
+from .forward import LOG2_E
+from .launch import RUN_TIME, Launch, constants, heads_in_l2, row_tile, strides
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def prepare_kernel(
+    DO, OUT, LSE, DLSE, DELTA, SHIFT, DQ_SUM, do_b, do_h, do_n, o_b, o_h, o_n, heads_q, heads, len_q,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    EXP2: tl.constexpr, HAS_DLSE: tl.constexpr, ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """delta; the lse as the other kernels subtract it; and, for the atomics, a dQ of zeros."""
+    tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, 1, False, False)
+    batch = (head // heads_q).to(tl.int64)
+    head_q = (head % heads_q).to(tl.int64)
+    row_begin = tile * BLOCK_M
+    o_base = OUT + (batch * o_b + head_q * o_h) * UNIT
+    do_base = DO + (batch * do_b + head_q * do_h) * UNIT
+    o_offsets = row_offsets(o_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    do_offsets = row_offsets(do_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    o = load_rows(o_base, o_n * UNIT, row_begin, len_q, o_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    do = load_rows(do_base, do_n * UNIT, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
+
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    inside = rows < len_q
+    row_base = head.to(tl.int64) * len_q
+    lse = tl.load(LSE + row_base + rows, mask=inside, other=float("-inf"))
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + row_base + rows, mask=inside, other=0.0)
+    # A row that saw no key: exp(S - inf) makes its P zero, and no gradient flows, whatever dlse is.
+    unseen = lse == float("-inf")
+    tl.store(DELTA + row_base + rows, tl.where(unseen, 0.0, delta), mask=inside)
+    tl.store(SHIFT + row_base + rows, tl.where(unseen, float("inf"), lse * LOG2_E if EXP2 else lse), mask=inside)
+    if ATOMIC:
+        sum_offsets = row_offsets(HEAD_DIM, BLOCK_M, BLOCK_D, False)
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        sum_base = DQ_SUM + row_base * HEAD_DIM
+        store_rows(sum_base, HEAD_DIM, row_begin, len_q, sum_offsets, zeros, BLOCK_M, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit
+def gather(
+    dk, dv, k, v, q_base, do_base, delta_base, shift_base, dq_base, q_n, do_n, q_offsets, do_offsets, begin, end,
+    key_begin, len_q, len_k, low, high, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
+    EXP2: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The walk over the query tiles of `[begin, end)`, gathering dk and dv of one tile of keys."""
+    for row_begin in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
+        row_begin = tl.multiple_of(row_begin, BLOCK_M)
+        rows = row_begin + tl.arange(0, BLOCK_M)
+        q = load_rows(q_base, q_n, row_begin, len_q, q_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        inside = rows < len_q if MASKED else None
+        shift = tl.load(shift_base + rows, mask=inside, other=float("inf") if MASKED else None)
+        s_t = dot(k, tl.trans(q), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
+        p_t = tl.math.exp2(s_t * scale - shift[None, :]) if EXP2 else tl.exp(s_t * scale - shift[None, :])
+        if MASKED:
+            keys = key_begin + tl.arange(0, BLOCK_N)
+            seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
+            p_t = tl.where(seen, p_t, 0.0)
+        do = load_rows(do_base, do_n, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
+        dp_t = dot(v, tl.trans(do), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
+        delta = tl.load(delta_base + rows, mask=inside, other=0.0 if MASKED else None)
+        ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
+        dk = dot(ds_t, q, dk, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
+        if ATOMIC:
+            dq = dot(tl.trans(ds_t), k, None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_D]
+            pointers = dq_base + row_begin.to(tl.int64) * HEAD_DIM + row_offsets(HEAD_DIM, BLOCK_M, BLOCK_D, False)
+            stored = (rows < len_q)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+            tl.atomic_add(pointers, dq, mask=stored, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def dkdv_kernel(
+    DO, Q, K, V, DELTA, SHIFT, DQ_SUM, DK, DV, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, heads_kv, group, heads, section, len_q, len_k, low, high, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
+    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: dk and dv, and with ATOMIC its part of dq. heads: B·Hkv."""
+    tile, head = schedule(tl.cdiv(len_k, BLOCK_N), heads, section, False, ORDER)
+    batch = (head // heads_kv).to(tl.int64)
+    head_kv = (head % heads_kv).to(tl.int64)
+    key_begin = tile * BLOCK_N
+    k_offsets = row_offsets(k_n * UNIT, BLOCK_N, BLOCK_D, WIDE)
+    v_offsets = row_offsets(v_n * UNIT, BLOCK_N, BLOCK_D, WIDE)
+    q_offsets = row_offsets(q_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    do_offsets = row_offsets(do_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    k_base = K + (batch * k_b + head_kv * k_h) * UNIT
+    v_base = V + (batch * v_b + head_kv * v_h) * UNIT
+    k = load_rows(k_base, k_n * UNIT, key_begin, len_k, k_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    v = load_rows(v_base, v_n * UNIT, key_begin, len_k, v_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    # A key is seen by the queries of the transposed band.
+    begin, full_begin, full_end, end = tile_range(
+        key_begin, tl.minimum(key_begin + BLOCK_N, len_k) - 1, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP,
+        EDGES,
+    )  # fmt: skip
+    if key_begin + BLOCK_N > len_k:
+        # Keys past the end score 0, and exp(0 - lse) may be infinite: every tile is an edge.
+        full_begin = begin
+        full_end = begin
+    factor = scale * LOG2_E if EXP2 else scale
+    for member in range(group):
+        head_q = head_kv * group + member
+        q_base = Q + (batch * q_b + head_q * q_h) * UNIT
+        do_base = DO + (batch * do_b + head_q * do_h) * UNIT
+        row_base = (batch * heads_kv * group + head_q) * len_q
+        for part in tl.static_range(3):  # the edge before the interior, the interior, the edge after it
+            if part == 2 or (EDGES and (part == 1 or HAS_HIGH)):
+                dk, dv = gather(
+                    dk, dv, k, v, q_base, do_base, DELTA + row_base, SHIFT + row_base, DQ_SUM + row_base * HEAD_DIM,
+                    q_n * UNIT, do_n * UNIT, q_offsets, do_offsets,
+                    begin if part == 0 else full_begin if part == 1 else full_end,
+                    full_begin if part == 0 else full_end if part == 1 else end,
+                    key_begin, len_q, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW,
+                    HAS_HIGH, part != 1, EXP2, ATOMIC, PRECISION, INTERPRET,
+                )  # fmt: skip
+
+    dk_base = DK + (batch * dk_b + head_kv * dk_h) * UNIT
+    dv_base = DV + (batch * dv_b + head_kv * dv_h) * UNIT
+    dk_offsets = row_offsets(dk_n * UNIT, BLOCK_N, BLOCK_D, WIDE)
+    dv_offsets = row_offsets(dv_n * UNIT, BLOCK_N, BLOCK_D, WIDE)
+    store_rows(dk_base, dk_n * UNIT, key_begin, len_k, dk_offsets, dk * scale, BLOCK_N, BLOCK_D, HEAD_DIM)
+    store_rows(dv_base, dv_n * UNIT, key_begin, len_k, dv_offsets, dv, BLOCK_N, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit
+def scatter(
+    dq, q, do, shift, delta, k_base, v_base, k_n, v_n, k_offsets, v_offsets, begin, end, row_begin, len_k, low, high,
+    scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The walk over the key tiles of `[begin, end)`, gathering dq of one tile of queries."""
+    for key_begin in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        key_begin = tl.multiple_of(key_begin, BLOCK_N)
+        k = load_rows(k_base, k_n, key_begin, len_k, k_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+        v = load_rows(v_base, v_n, key_begin, len_k, v_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
+        s = dot(q, tl.trans(k), None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
+        p = tl.math.exp2(s * scale - shift[:, None]) if EXP2 else tl.exp(s * scale - shift[:, None])
+        if MASKED:
+            rows = row_begin + tl.arange(0, BLOCK_M)
+            keys = key_begin + tl.arange(0, BLOCK_N)
+            p = tl.where(visible(rows[:, None], keys[None, :], len_k, low, high, HAS_LOW, HAS_HIGH), p, 0.0)
+        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
+        ds = p * (dp - delta[:, None])
+        dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_D]
+    return dq
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def dq_kernel(
+    DO, Q, K, V, DELTA, SHIFT, DQ, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dq_b, dq_h, dq_n,
+    heads_q, group, heads, section, len_q, len_k, low, high, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
+    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries: dq. heads: B·Hq."""
+    tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, section, HAS_HIGH, ORDER)
+    batch = (head // heads_q).to(tl.int64)
+    head_q = (head % heads_q).to(tl.int64)
+    head_kv = head_q // group
+    row_begin = tile * BLOCK_M
+    k_base = K + (batch * k_b + head_kv * k_h) * UNIT
+    v_base = V + (batch * v_b + head_kv * v_h) * UNIT
+    k_offsets = row_offsets(k_n * UNIT, BLOCK_N, BLOCK_D, WIDE)
+    v_offsets = row_offsets(v_n * UNIT, BLOCK_N, BLOCK_D, WIDE)
+    q_base = Q + (batch * q_b + head_q * q_h) * UNIT
+    do_base = DO + (batch * do_b + head_q * do_h) * UNIT
+    q_offsets = row_offsets(q_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    do_offsets = row_offsets(do_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    q = load_rows(q_base, q_n * UNIT, row_begin, len_q, q_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    do = load_rows(do_base, do_n * UNIT, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    rows = row_begin + tl.arange(0, BLOCK_M)
+    row_base = head.to(tl.int64) * len_q
+    shift = tl.load(SHIFT + row_base + rows, mask=rows < len_q, other=float("inf"))  # [BLOCK_M]
+    delta = tl.load(DELTA + row_base + rows, mask=rows < len_q, other=0.0)  # [BLOCK_M]
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    factor = scale * LOG2_E if EXP2 else scale
+    begin, full_begin, full_end, end = tile_range(
+        row_begin, tl.minimum(row_begin + BLOCK_M, len_q) - 1, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
+    )
+    for part in tl.static_range(3):  # the edge before the interior, the interior, the edge after it
+        if part == 2 or (EDGES and (part == 1 or HAS_LOW)):
+            dq = scatter(
+                dq, q, do, shift, delta, k_base, v_base, k_n * UNIT, v_n * UNIT, k_offsets, v_offsets,
+                begin if part == 0 else full_begin if part == 1 else full_end,
+                full_begin if part == 0 else full_end if part == 1 else end,
+                row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW, HAS_HIGH,
+                part != 1, EXP2, PRECISION, INTERPRET,
+            )  # fmt: skip
+    dq_base = DQ + (batch * dq_b + head_q * dq_h) * UNIT
+    dq_offsets = row_offsets(dq_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    store_rows(dq_base, dq_n * UNIT, row_begin, len_q, dq_offsets, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def cast_kernel(
+    DQ_SUM, DQ, dq_b, dq_h, dq_n, heads_q, heads, len_q, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dq in its own dtype from the fp32 sum of dS K."""
+    tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, 1, False, False)
+    batch = (head // heads_q).to(tl.int64)
+    head_q = (head % heads_q).to(tl.int64)
+    row_begin = tile * BLOCK_M
+    sum_base = DQ_SUM + head.to(tl.int64) * len_q * HEAD_DIM
+    sum_offsets = row_offsets(HEAD_DIM, BLOCK_M, BLOCK_D, False)
+    dq = load_rows(sum_base, HEAD_DIM, row_begin, len_q, sum_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
+    dq_base = DQ + (batch * dq_b + head_q * dq_h) * UNIT
+    dq_offsets = row_offsets(dq_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
+    store_rows(dq_base, dq_n * UNIT, row_begin, len_q, dq_offsets, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
+
+
+def plan_backward(
+    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+    lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile,
+    switches: Switches, deterministic: bool,
+) -> list[Launch]:  # fmt: skip
+    """The launches that fill dq, dk and dv, in order. The tensors have a last stride of 1; lse and dlse are packed.
+
+    tile: block_m, block_n, warps and stages are dkdv_kernel's. With the extra `atomic` = 1 it adds dq as well, unless
+    `deterministic`; else dq_kernel has the extras `dq_block_m`, `dq_block_n`, `dq_warps`, `dq_stages`.
+    """
+    atomic = bool(tile.get("atomic", 0)) and not deterministic
+    heads = problem.batch * problem.heads_q
+    low, high = problem.mask.band(problem.len_q, problem.len_k)
+    delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    dq_sum = empty(problem.q_shape, dtype=torch.float32, device=q.device) if atomic else delta
+    rows = row_tile(problem)
+    band = (problem.len_q, problem.len_k, low or 0, high or 0, problem.scale)
+
+    def row_constants(unit: int, tensors: tuple[torch.Tensor, ...]) -> dict[str, object]:
+        every = constants(problem, rows, switches, unit, tensors)
+        return {name: every[name] for name in ("HEAD_DIM", "BLOCK_D", "BLOCK_M", "UNIT", "WIDE")}
+
+    unit, numbers = strides(do, o)
+    prepare = Launch(
+        prepare_kernel,
+        grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
+        arguments=(do, o, lse, lse if dlse is None else dlse, delta, shift, dq_sum, *numbers, problem.heads_q, heads,
+                   problem.len_q),
+        constants=row_constants(unit, (do, o)) | {
+            "EXP2": switches.exp2, "HAS_DLSE": dlse is not None, "ATOMIC": atomic,
+        },
+        warps=rows.warps,
+        stages=1,
+    )  # fmt: skip
+    unit, numbers = strides(do, q, k, v, dk, dv)
+    dkdv = Launch(
+        dkdv_kernel,
+        grid=triton.cdiv(problem.len_k, tile.block_n) * problem.batch * problem.heads_kv,
+        arguments=(do, q, k, v, delta, shift, dq_sum, dk, dv, *numbers, problem.heads_kv, problem.group,
+                   problem.batch * problem.heads_kv, heads_in_l2(problem), *band),
+        constants=constants(problem, tile, switches, unit, (do, q, k, v, dk, dv)) | {"ATOMIC": atomic},
+        warps=tile.warps,
+        stages=tile.stages,
+    )  # fmt: skip
+    if atomic:
+        unit, numbers = strides(dq)
+        cast = Launch(
+            cast_kernel,
+            grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
+            arguments=(dq_sum, dq, *numbers, problem.heads_q, heads, problem.len_q, problem.scale),
+            constants=row_constants(unit, (dq,)),
+            warps=rows.warps,
+            stages=1,
+        )
+        return [prepare, dkdv, cast]
+
+    queries_tile = dq_tile(tile)
+    unit, numbers = strides(do, q, k, v, dq)
+    queries = Launch(
+        dq_kernel,
+        grid=triton.cdiv(problem.len_q, queries_tile.block_m) * heads,
+        arguments=(do, q, k, v, delta, shift, dq, *numbers, problem.heads_q, problem.group, heads,
+                   heads_in_l2(problem) * problem.group, *band),
+        constants=constants(problem, queries_tile, switches, unit, (do, q, k, v, dq)),
+        warps=queries_tile.warps,
+        stages=queries_tile.stages,
+    )  # fmt: skip
+    return [prepare, dkdv, queries]
+
+
+def backward(
+    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`dq, dk, dv`, laid out as q, k, v are."""
+    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+    for launch in plan_backward(do, dlse, q, k, v, o, lse, dq, dk, dv, problem, tile, switches, deterministic):
+        launch.run(q.device, target)
+    return dq, dk, dv

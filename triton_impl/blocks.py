@@ -1,0 +1,123 @@
+"""What both directions share on the device: which tile a program owns, which tiles it visits, loads and products.
+
+The arithmetic of `tile_range` is `common.Mask`'s, written once more for the device and tested against it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def schedule(tiles, heads, section, HEAVY_LAST: tl.constexpr, ORDER: tl.constexpr):
+    """Which tile of which (batch, head) this program owns: `(tile, head)`.
+
+    Without ORDER, and where all tiles weigh the same, the tiles of a head run one after another. With a causal mask
+    they do not weigh the same, and the light ones should fill the gaps that the heavy ones leave at the end: heads are
+    taken in sections whose keys and values fit in L2 together, and inside a section all heaviest tiles go first.
+    """
+    program = tl.program_id(0)
+    if ORDER:
+        first = program // (tiles * section) * section
+        width = tl.minimum(section, heads - first)
+        rest = program - first * tiles
+        tile = rest // width
+        head = first + rest % width
+        if HEAVY_LAST:
+            tile = tiles - 1 - tile
+    else:
+        tile = program % tiles
+        head = program // tiles
+    return tile, head
+
+
+@triton.jit
+def tile_range(
+    first, last, length, low, high, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+    SKIP: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """The other side's positions for a tile of rows `first..last`: `begin, full_begin, full_end, end`.
+
+    A row r sees the positions `r + low <= c <= r + high` of `[0, length)`. Tiles of BLOCK positions in
+    `[begin, full_begin)` and `[full_end, end)` are edges, those in `[full_begin, full_end)` are full, the others are
+    skipped. All bounds but `end` are multiples of BLOCK where the range they open is not empty.
+    """
+    begin = 0
+    end = length
+    full_begin = 0
+    full_end = length
+    if HAS_LOW:
+        begin = tl.maximum(first + low, 0)
+        full_begin = tl.maximum(last + low, 0)
+    if HAS_HIGH:
+        end = tl.minimum(tl.maximum(last + high + 1, 0), length)
+        full_end = tl.minimum(tl.maximum(first + high + 1, 0), length)
+    if SKIP:
+        begin = tl.where(begin < end, begin // BLOCK * BLOCK, end)
+    else:
+        begin = 0
+        end = length
+    if EDGES:
+        full_begin = tl.minimum(tl.maximum((full_begin + BLOCK - 1) // BLOCK * BLOCK, begin), end)
+        full_end = tl.maximum(tl.minimum(full_end // BLOCK * BLOCK, end), full_begin)
+    else:
+        full_begin = begin
+        full_end = begin
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def visible(rows, keys, len_k, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
+    """Which keys the rows see; `rows` and `keys` are broadcast against each other, as bool of their common shape."""
+    seen = keys < len_k
+    if HAS_LOW:
+        seen &= keys >= rows + low
+    if HAS_HIGH:
+        seen &= keys <= rows + high
+    return seen
+
+
+@triton.jit
+def load_rows(base, stride, first, length, tile_offsets, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+              HEAD_DIM: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+    """Rows `first .. first + BLOCK` of a matrix `(length, HEAD_DIM)`, zeros outside: `[BLOCK, BLOCK_D]`.
+
+    tile_offsets: the elements' offsets inside the tile. TAIL: the tile may reach past the last row.
+    """
+    pointers = base + first.to(tl.int64) * stride + tile_offsets
+    if TAIL:
+        inside = (first + tl.arange(0, BLOCK) < length)[:, None]
+        if BLOCK_D != HEAD_DIM:
+            inside &= (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+    if BLOCK_D != HEAD_DIM:
+        return tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base, stride, first, length, tile_offsets, values, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+               HEAD_DIM: tl.constexpr):  # fmt: skip
+    """Stores the rows of `values [BLOCK, BLOCK_D]` that lie inside a matrix `(length, HEAD_DIM)`, in its dtype."""
+    inside = (first + tl.arange(0, BLOCK) < length)[:, None]
+    if BLOCK_D != HEAD_DIM:
+        inside &= (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    pointers = base + first.to(tl.int64) * stride + tile_offsets
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of a tile's elements from its first one, `[BLOCK, BLOCK_D]`; WIDE: they may pass 2^31 elements."""
+    rows = tl.arange(0, BLOCK)
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return rows[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
+    """`acc + a b` in fp32; `acc` may be None. The interpreter's product is wrong on bf16, so it gets fp32 operands."""
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)

@@ -1,0 +1,138 @@
+"""Compiling this port's kernels for a target that need not be in the machine, and reading what they take of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from common import Build, Direction, Problem, Switches, Target, Tile, Unsupported
+
+from .backward import plan_backward
+from .forward import plan_forward
+from .launch import INTERPRET, Launch
+
+_POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_INSTRUCTIONS = {
+    "mma.sync": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+    "cp.async": r"\bcp\.async\.c[ag]",
+    "ldmatrix": r"\bldmatrix",
+}
+
+
+def plan(problem: Problem, direction: Direction, tile: Tile, switches: Switches) -> list[Launch]:
+    """The launches of a problem on packed tensors that have a shape but no memory."""
+
+    def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, o, do, dq = (tensor(problem.q_shape, problem.dtype) for _ in range(4))
+    k, v, dk, dv = (tensor(problem.kv_shape, problem.dtype) for _ in range(4))
+    lse = tensor(problem.lse_shape, torch.float32)
+    if direction == "forward":
+        return [plan_forward(q, k, v, o, lse, problem, tile, switches)]
+    return plan_backward(do, None, q, k, v, o, lse, dq, dk, dv, problem, tile, switches, False)
+
+
+def build(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> list[Build]:
+    """Compiles the direction's kernels, to machine code. Raises Unsupported with the compiler's reason if it fails."""
+    if INTERPRET:
+        # An interpreting process holds no kernels that compile.
+        return _in_fresh_process(problem, target, direction, tile, switches)
+    return [_compile(launch, target, tile) for launch in plan(problem, direction, tile, switches)]
+
+
+def _compile(launch: Launch, target: Target, tile: Tile) -> Build:
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if value < 2**31 else "i64"
+        else:
+            signature[name] = "fp32"
+    constants = dict(launch.constants)
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    begin = time.perf_counter()
+    try:
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", target.capability, 32),
+            options={"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True},
+        )
+    except Exception as error:  # the compiler raises many kinds
+        reason = str(error).strip().splitlines()
+        raise Unsupported(f"Triton cannot compile {launch.kernel.__name__} for {target}: {reason[0]}") from error
+    seconds = time.perf_counter() - begin
+    ptx = compiled.asm["ptx"]
+    usage = _resource_usage(compiled.asm["cubin"])
+    return Build(
+        kernel=launch.kernel.__name__,
+        target=target.name,
+        tile=tile,
+        shared=compiled.metadata.shared,
+        registers=usage["REG"],
+        spills=usage["LOCAL"] + usage["STACK"],
+        instructions=tuple(name for name, pattern in _INSTRUCTIONS.items() if re.search(pattern, ptx)),
+        seconds=seconds,
+        ptx=ptx,
+    )
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", printed)}
+
+
+def _in_fresh_process(*arguments: Any) -> list[Build]:
+    root = Path(__file__).resolve().parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "triton_impl.build"],
+        input=pickle.dumps(arguments),
+        capture_output=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the compiling process failed:\n{done.stderr.decode()}")
+    result = pickle.loads(done.stdout)
+    if isinstance(result, str):
+        raise Unsupported(result)
+    return [Build(**fields) for fields in result]
+
+
+def _serve() -> None:
+    arguments = pickle.load(sys.stdin.buffer)
+    try:
+        result: object = [dataclasses.asdict(one) | {"tile": one.tile} for one in build(*arguments)]
+    except Unsupported as reason:
+        result = str(reason)
+    sys.stdout.buffer.write(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _serve()

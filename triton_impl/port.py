@@ -1,0 +1,115 @@
+"""The Triton port: what it supports, which tiles it takes, and its three entry points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common.ports import dtype_reason
+
+from . import budget
+from .backward import backward
+from .build import build
+from .forward import forward
+from .launch import INTERPRET
+
+
+class TritonPort(Port):
+    """FlashAttention-2 in Triton: fp16, bf16 and fp32, every target; on a CPU in Triton's interpreter."""
+
+    name: ClassVar[str] = "triton"
+
+    def unsupported(self, problem: Problem, target: Target) -> str | None:
+        return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16, torch.float32))
+
+    def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+        swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
+        candidates = dict.fromkeys([*swept, *_candidates(problem, target, direction)])
+        return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
+
+    def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+        sides = [tile.block_m, tile.block_n]
+        if direction == "backward":
+            dq = budget.dq_tile(tile)
+            sides += [dq.block_m, dq.block_n]
+        for side in sides:
+            if side < 16 or side & (side - 1):
+                raise Unsupported(f"Triton's tiles have sides that are powers of two of at least 16, got tile {tile}")
+        if tile.warps & (tile.warps - 1) or tile.warps > 32:
+            raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
+        budget.check(problem, target, direction, tile)
+
+    def build(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+    ) -> list[Build]:
+        switches = switches or Switches()
+        reason = self.unsupported(problem, target)
+        if reason is not None:
+            raise Unsupported(reason)
+        tile = self.choose_tile(problem, target, direction, tile, switches)
+        return build(problem, target, direction, tile, switches)
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check_device(q.device)
+        return forward(q, k, v, problem, target, tile, switches)
+
+    def _backward(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _check_device(q.device)
+        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
+
+
+def _check_device(device: torch.device) -> None:
+    if INTERPRET and device.type != "cpu":
+        raise Unsupported(f"this process runs Triton's interpreter (TRITON_INTERPRET=1), the tensors are on {device}")
+    if not INTERPRET and device.type != "cuda":
+        raise Unsupported(
+            f"Triton compiles for CUDA devices, the tensors are on {device}; "
+            "set TRITON_INTERPRET=1 before Python starts to run the kernels in its interpreter"
+        )
+
+
+def _candidates(problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+    """Tiles to try where none was swept, largest first: what a thread's registers hold, and what runs anywhere."""
+    wide, narrow = max(64, problem.head_dim), 64
+    if problem.dtype.itemsize == 4:
+        sides = [(32, 32, 4)] if problem.head_dim <= 128 else []
+        sides += [(16, 16, 4)]
+    elif direction == "forward":
+        sides = [(128, 128, 8)] if wide <= 64 else []
+        sides += [(128, 64, 4 if wide <= 64 else 8), (64, 64, 4), (64, 32, 4), (32, 32, 4), (16, 16, 1)]
+    else:
+        sides = [(narrow, 128, 8)] if wide <= 128 else []
+        sides += [(64, 64, 4 if wide <= 64 else 8), (32, 64, 4), (32, 32, 4), (16, 16, 1)]
+    return [Tile(m, n, warps, stages) for m, n, warps in sides for stages in (2, 1)]
