@@ -19,7 +19,8 @@ from common.ports import dtype_reason
 
 from .errors import one_line
 
-Launch = Callable[[], object]
+Launch = Callable[[], torch.Tensor]
+LaunchBackward = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class Baseline(Port):
@@ -41,7 +42,7 @@ class Baseline(Port):
 
     def launch_backward(
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
-    ) -> Launch:
+    ) -> LaunchBackward:
         """What a timing launches: `dq, dk, dv` by `autograd.grad` from a forward that was run beforehand."""
         raise NotImplementedError
 
@@ -92,12 +93,12 @@ class SdpaFlash(Baseline):
 
     def launch_backward(
         self, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
-    ) -> Launch:
+    ) -> LaunchBackward:
         """Gradients of o by `autograd.grad`, over a graph that is kept."""
         leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad(), self.context():
-            o = self.launch_forward(*leaves, problem)()
-        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)  # type: ignore[arg-type]
+            o = self.launch_forward(leaves[0], leaves[1], leaves[2], problem)()
+        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
     @staticmethod
     def _bias(problem: Problem) -> torch.Tensor | None:
@@ -118,7 +119,6 @@ class SdpaFlash(Baseline):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad(), self.context(), _no_kernel_is_unsupported():
             o = self.launch_forward(q, k, v, problem)()
-            assert isinstance(o, torch.Tensor)
             # The public function keeps its lse; the operator below it returns it, and its causal is bottom-right.
             operator = torch.ops.aten._scaled_dot_product_flash_attention
             lse = operator(q, k, v, 0.0, not problem.mask.is_full, False, scale=problem.scale)[1]
@@ -142,7 +142,7 @@ class SdpaFlash(Baseline):
         if dlse is not None:
             raise Unsupported("SDPA flash has no gradient for lse")
         with _no_kernel_is_unsupported():
-            dq, dk, dv = self.launch_backward(do, q, k, v, problem)()  # type: ignore[misc]
+            dq, dk, dv = self.launch_backward(do, q, k, v, problem)()
         return dq, dk, dv
 
 

@@ -63,8 +63,10 @@ def run_command(
         str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
     ] = "quick",
     direction: Annotated[DirectionName, typer.Option(help="Which direction.")] = DirectionName.BOTH,
-    target: Annotated[str, typer.Option(metavar="NAME", help="Whose code path to run: native, or ada on a later card too.")] = "native",
-    only: Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or problem id.")] = None,
+    target: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")
+    ] = "native",
+    only: Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")] = 0,
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")] = 40,
     timing: Annotated[bool, typer.Option("--timing/--no-timing", help="Time what passed, on a GPU.")] = True,

@@ -147,4 +147,3 @@ def check_record(
         "sources": sources,
         "provenance": facts,
     }
-

@@ -20,7 +20,7 @@ from common import DTYPE_NAMES, Direction, Port, Problem, Target, Unsupported
 
 from . import timing
 from .baselines import SDPA_FLASH, Baseline
-from .checks import NAMES, RULE, Check, Trial, Truth
+from .checks import NAMES, RULE, Check, Trial, Truth, Verdict
 from .environment import Environment
 from .errors import UsageError, one_line, one_of
 from .inputs import Inputs, InputSpec, make_inputs
@@ -43,7 +43,8 @@ class Directions(StrEnum):
     @property
     def each(self) -> tuple[Direction, ...]:
         """The directions it stands for."""
-        return ("forward", "backward") if self is Directions.BOTH else (self.value,)
+        each: dict[str, tuple[Direction, ...]] = {"forward": ("forward",), "backward": ("backward",)}
+        return each.get(self.value, ("forward", "backward"))
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ def _check_all(session: Session, recorder: Recorder) -> None:
         for case in session.suite.cases:
             inputs = session.inputs(case)
             truth = Truth(case.problem, inputs)
-            results = []
+            results: list[Result] = []
             for port in contestants:
                 begin(f"{port.name} {case.id} {case.problem.id}")
                 trial = session.trial(port, case, inputs, truth)
@@ -263,7 +264,7 @@ def _check_all(session: Session, recorder: Recorder) -> None:
 
 def _time_all(session: Session, recorder: Recorder) -> None:
     stopwatch = CudaStopwatch(session.environment.device)
-    rows = {}  # all contestants of a row are timed together
+    rows: dict[tuple[int, Direction], list[Result]] = {}  # all contestants of a row are timed together
     for result in session.results:
         if result.check.verdict == "pass":
             rows.setdefault((id(result.case), result.check.direction), []).append(result)
@@ -290,7 +291,7 @@ def _time_row(session: Session, stopwatch: CudaStopwatch, results: list[Result])
     inputs = session.inputs(case)
     truth = Truth(case.problem, inputs)
     passed = {result.check.port for result in results}
-    launches = {
+    launches: dict[str, timing.Launch] = {
         port.name: session.trial(port, case, inputs, truth).launch(direction)
         for port in session.ports
         if port.name in passed
@@ -432,17 +433,21 @@ def _time_cells(result: Result) -> tuple[str, ...]:
 def _print_closing(session: Session) -> None:
     if session.request.form is not Format.TEXT:
         return
-    if not session.environment.has_gpu:
+    if not session.environment.has_gpu and "triton" in (port.name for port in session.ports):
         print(
-            "There is no GPU here: Triton kernels ran in Triton's interpreter, which has no speed, on the sizes that "
-            "the suite shrinks to (cpu: in its file)."
+            "No GPU is used here: Triton's interpreter ran the kernels, which has no speed, on the sizes that the "
+            "suite shrinks to (cpu: in its file)."
         )
+    elif not session.environment.has_gpu:
+        print("No GPU is used here: nothing was timed, and the suite shrank to smaller sizes (cpu: in its file).")
     elif session.request.timed and not session.suite.timed:
         print(f"The suite {session.suite.name} is checked, not timed.")
 
 
 def _status(session: Session, asked: int) -> int:
-    verdicts = {port.name: {r.check.verdict for r in session.results if r.check.port == port.name} for port in session.ports}
+    verdicts: dict[str, set[Verdict]] = {}
+    for result in session.results:
+        verdicts.setdefault(result.check.port, set()).add(result.check.verdict)
     if any("fail" in seen for seen in verdicts.values()):
         return FAILED
     idle = [name for name, seen in verdicts.items() if seen == {"unsupported"}]

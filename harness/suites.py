@@ -121,10 +121,10 @@ def _parse_suite(name: str, content: Any, small: bool) -> Suite:
         label = str(entry["id"]) if isinstance(entry, Mapping) and "id" in entry else f"problem {position}"
         try:
             for case in _parse_entry(entry, _DEFAULTS | defaults, cpu, small):
-                key = case.id, case.problem, case.inputs
-                if key in cases:
+                same = case.id, case.problem, case.inputs
+                if same in cases:
                     raise ValueError(f"{case.problem.id} comes twice" + (" once shrunk by cpu" if small else ""))
-                cases[key] = case
+                cases[same] = case
         except (TypeError, ValueError) as error:
             raise ValueError(f"{label}: {error}") from error
     return Suite(name, str(content["about"]), timed, small, tuple(cases.values()))
