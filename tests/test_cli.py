@@ -23,8 +23,9 @@ from harness.cli import main
 from harness.environment import CPU, Environment
 from harness.errors import UsageError
 from harness.inputs import InputSpec, make_inputs
+from harness.options import Format
 from harness.run import Request, run
-from harness.tables import Format, Table, as_csv, as_markdown, as_text
+from harness.tables import Table, as_csv, as_markdown, as_text
 from reference import oracle_backward, oracle_forward
 
 from .fakes import FakePort
@@ -324,3 +325,18 @@ def test_tables_come_as_text_markdown_and_csv() -> None:
 def test_every_format_prints_the_checks(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Request(("reference",), only="scale", form=form), CPU) == 0
     assert "b1-h1-n40-d64-bf16-full-s0.05" in capsys.readouterr().out
+
+
+def test_inputs_that_do_not_fit_cost_their_own_case(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(problem: Problem, *arguments: object, **options: object) -> None:
+        if problem.head_dim == 256:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13 GiB")
+        return make_inputs(problem, *arguments, **options)  # type: ignore[arg-type, return-value]
+
+    monkeypatch.setattr(run_module, "make_inputs", too_large)
+    assert run(Request(("reference",), only="head-dims"), CPU) == 0
+    out = capsys.readouterr().out
+    assert "not checked, the inputs or the oracle raised OutOfMemoryError: CUDA out of memory" in out
+    assert "8 pass, 0 fail, 2 unsupported" in out

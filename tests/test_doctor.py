@@ -12,8 +12,8 @@ import common
 from common import Port, Unsupported
 from harness.doctor import doctor
 from harness.environment import CPU
+from harness.options import Format
 from harness.provenance import git_commit, sources_hash
-from harness.tables import Format
 
 from .fakes import FakePort
 from .test_cli import harness
