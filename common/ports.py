@@ -275,9 +275,11 @@ def port(name: str) -> Port:
     try:
         return getattr(importlib.import_module(module), kind)()
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.split(".")[0] == module.split(".")[0]:
+        missing, package_name = error.name or "", module.split(".")[0]
+        if missing in (package_name, module):
             raise Unsupported(f"the {name} port is not written yet") from error
+        if missing.split(".")[0] in (package_name, "common"):  # ours to ship: no package to install would help
+            raise Unsupported(f"the {name} port could not be imported: {error}") from error
         raise Unsupported(f"the {name} port needs {missing}, which is not installed: pip install {package}") from error
     except ImportError as error:
         raise Unsupported(f"the {name} port could not be imported: {error}") from error

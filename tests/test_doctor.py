@@ -77,3 +77,10 @@ def test_sources_are_hashed_by_content_and_the_commit_is_known() -> None:
     assert sources_hash(common.port("reference")) == sources_hash(common.port("reference"))
     assert sources_hash(common.port("reference")) != sources_hash(FakePort())
     assert set(git_commit()) == {"commit", "dirty"}
+
+
+def test_a_missing_module_of_ours_is_not_blamed_on_a_package() -> None:
+    done = harness("doctor", blocked=("triton_impl.forward",))
+    advice = rows(done.stdout)["triton"][1]
+    assert "could not be imported" in advice
+    assert "pip install" not in advice
