@@ -37,7 +37,6 @@ def test_every_case_that_broke_a_kernel_in_public(case: Case, target: Target | N
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("atomic", [0, 1], ids=["separate", "atomic"])
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(
     ("mask", "lengths"),
@@ -50,11 +49,11 @@ def test_every_case_that_broke_a_kernel_in_public(case: Case, target: Target | N
     ],
     ids=str,
 )
-def test_masks_and_grouped_heads_in_both_ways_to_run_the_backward(
-    mask: Mask, lengths: tuple[int, int], dtype: torch.dtype, atomic: int, target: Target | None
+def test_masks_with_grouped_heads(
+    mask: Mask, lengths: tuple[int, int], dtype: torch.dtype, target: Target | None
 ) -> None:
     case = case_of((2, 4, lengths[0], 32), (2, 2, lengths[1], 32), dtype, mask)
-    check(case, target=target, tile=Tile(32, 16, extra=(("atomic", atomic),)), dlse=(True,))
+    check(case, target=target, tile=SMALL, dlse=(True,))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "expanded", "last_dim_strided", "offset_one", "every_second_batch"])
@@ -143,23 +142,20 @@ def test_two_problems_in_one_process_do_not_mix() -> None:
             check(case_of((1, 2, 70, head_dim), (1, 2, 70, head_dim), torch.float16, mask), dlse=(True,))
 
 
-def test_forward_is_bitwise_repeatable_and_backward_when_deterministic() -> None:
+def test_both_directions_are_bitwise_repeatable() -> None:
     repeats = 250 if GPU else 2
     shape = (8, 4, 384, 64) if GPU else (1, 2, 70, 64)
     case = case_of(shape, shape, torch.bfloat16, Mask.causal())
     inputs, problem = case.inputs(DEVICE), case.problem
     q, k, v = inputs.q, inputs.k, inputs.v
     o, lse = TRITON.forward(q, k, v, problem)
-    first = TRITON.backward(inputs.do, inputs.dlse, q, k, v, o, lse, problem, deterministic=True)
-    loose = TRITON.backward(inputs.do, inputs.dlse, q, k, v, o, lse, problem)
-    for _ in range(repeats):
+    first = TRITON.backward(inputs.do, inputs.dlse, q, k, v, o, lse, problem)
+    for repeat in range(repeats):
         again = TRITON.forward(q, k, v, problem)
         assert torch.equal(again[0], o)
         assert torch.equal(again[1], lse)
-        grads = TRITON.backward(inputs.do, inputs.dlse, q, k, v, o, lse, problem, deterministic=True)
+        grads = TRITON.backward(inputs.do, inputs.dlse, q, k, v, o, lse, problem, deterministic=repeat % 2 == 0)
         assert all(torch.equal(a, b) for a, b in zip(grads, first, strict=True))
-        grads = TRITON.backward(inputs.do, inputs.dlse, q, k, v, o, lse, problem)
-        assert all(torch.equal(a, b) for a, b in zip(grads[1:], loose[1:], strict=True))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

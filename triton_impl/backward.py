@@ -4,13 +4,11 @@ From `do`, `lse` and the inputs, with P recomputed (Dao 2023, algorithm 2):
 
     P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP - delta)      dK = dSᵀ Q      dQ = dS K
 
-where `delta = rowsum(dO ∘ O) - dlse`. Two ways to run it:
-
-`separate`  prepare_kernel, then dkdv_kernel (one program a tile of keys, walking over queries), then dq_kernel (one
-            program a tile of queries, walking over keys). S and dP are computed twice, nothing is shared between
-            programs, and every gradient is bitwise repeatable.
-`atomic`    dkdv_kernel also adds its part of dQ to an fp32 buffer with atomics, and cast_kernel rounds that. Five
-            products instead of seven; dQ may differ in its last bits from run to run.
+where `delta = rowsum(dO ∘ O) - dlse`. Three launches: prepare_kernel computes delta; dkdv_kernel, one program a tile
+of keys, walks over queries; dq_kernel, one program a tile of queries, walks over keys. S and dP are computed in both,
+seven products instead of five; in exchange no program adds to what another one writes, and every gradient is bitwise
+repeatable without being asked to. (Adding dq in dkdv_kernel with fp32 atomics was slower at every tile tried: Triton
+takes dS through shared memory for that product, and dq through it again for the addition.)
 
 In dkdv_kernel the scores are computed transposed, `Sᵀ = K Qᵀ [BLOCK_N, BLOCK_M]`, so that Pᵀ and dSᵀ are the left
 operands of the next products straight from registers.
@@ -34,11 +32,11 @@ from .launch import RUN_TIME, Launch, constants, heads_in_l2, row_tile, strides
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def prepare_kernel(
-    DO, OUT, LSE, DLSE, DELTA, SHIFT, DQ_SUM, do_b, do_h, do_n, o_b, o_h, o_n, heads_q, heads, len_q,
+    DO, OUT, LSE, DLSE, DELTA, SHIFT, do_b, do_h, do_n, o_b, o_h, o_n, heads_q, heads, len_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    EXP2: tl.constexpr, HAS_DLSE: tl.constexpr, ATOMIC: tl.constexpr,
+    EXP2: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta; the lse as the other kernels subtract it; and, for the atomics, a dQ of zeros."""
+    """delta, and the lse as the other kernels subtract it."""
     tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, 1, False, False)
     batch = (head // heads_q).to(tl.int64)
     head_q = (head % heads_q).to(tl.int64)
@@ -61,19 +59,14 @@ def prepare_kernel(
     unseen = lse == float("-inf")
     tl.store(DELTA + row_base + rows, tl.where(unseen, 0.0, delta), mask=inside)
     tl.store(SHIFT + row_base + rows, tl.where(unseen, float("inf"), lse * LOG2_E if EXP2 else lse), mask=inside)
-    if ATOMIC:
-        sum_offsets = row_offsets(HEAD_DIM, BLOCK_M, BLOCK_D, False)
-        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        sum_base = DQ_SUM + row_base * HEAD_DIM
-        store_rows(sum_base, HEAD_DIM, row_begin, len_q, sum_offsets, zeros, BLOCK_M, BLOCK_D, HEAD_DIM)
 
 
 @triton.jit
 def gather(
-    dk, dv, k, v, q_base, do_base, delta_base, shift_base, dq_base, q_n, do_n, q_offsets, do_offsets, begin, end,
+    dk, dv, k, v, q_base, do_base, delta_base, shift_base, q_n, do_n, q_offsets, do_offsets, begin, end,
     key_begin, len_q, len_k, low, high, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
-    EXP2: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The walk over the query tiles of `[begin, end)`, gathering dk and dv of one tile of keys."""
     for row_begin in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
@@ -94,24 +87,19 @@ def gather(
         delta = tl.load(delta_base + rows, mask=inside, other=0.0 if MASKED else None)
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = dot(ds_t, q, dk, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
-        if ATOMIC:
-            dq = dot(tl.trans(ds_t), k, None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_D]
-            pointers = dq_base + row_begin.to(tl.int64) * HEAD_DIM + row_offsets(HEAD_DIM, BLOCK_M, BLOCK_D, False)
-            stored = (rows < len_q)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-            tl.atomic_add(pointers, dq, mask=stored, sem="relaxed")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def dkdv_kernel(
-    DO, Q, K, V, DELTA, SHIFT, DQ_SUM, DK, DV, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    DO, Q, K, V, DELTA, SHIFT, DK, DV, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, heads_kv, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
+    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: dk and dv, and with ATOMIC its part of dq. heads: B·Hkv."""
+    """One tile of keys: dk and dv. heads: B·Hkv."""
     tile, head = schedule(tl.cdiv(len_k, BLOCK_N), heads, section, False, ORDER)
     batch = (head // heads_kv).to(tl.int64)
     head_kv = (head % heads_kv).to(tl.int64)
@@ -145,12 +133,12 @@ def dkdv_kernel(
         for part in tl.static_range(3):  # the edge before the interior, the interior, the edge after it
             if part == 2 or (EDGES and (part == 1 or HAS_HIGH)):
                 dk, dv = gather(
-                    dk, dv, k, v, q_base, do_base, DELTA + row_base, SHIFT + row_base, DQ_SUM + row_base * HEAD_DIM,
+                    dk, dv, k, v, q_base, do_base, DELTA + row_base, SHIFT + row_base,
                     q_n * UNIT, do_n * UNIT, q_offsets, do_offsets,
                     begin if part == 0 else full_begin if part == 1 else full_end,
                     full_begin if part == 0 else full_end if part == 1 else end,
                     key_begin, len_q, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW,
-                    HAS_HIGH, part != 1, EXP2, ATOMIC, PRECISION, INTERPRET,
+                    HAS_HIGH, part != 1, EXP2, PRECISION, INTERPRET,
                 )  # fmt: skip
 
     dk_base = DK + (batch * dk_b + head_kv * dk_h) * UNIT
@@ -233,80 +221,46 @@ def dq_kernel(
     store_rows(dq_base, dq_n * UNIT, row_begin, len_q, dq_offsets, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
-def cast_kernel(
-    DQ_SUM, DQ, dq_b, dq_h, dq_n, heads_q, heads, len_q, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """dq in its own dtype from the fp32 sum of dS K."""
-    tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, 1, False, False)
-    batch = (head // heads_q).to(tl.int64)
-    head_q = (head % heads_q).to(tl.int64)
-    row_begin = tile * BLOCK_M
-    sum_base = DQ_SUM + head.to(tl.int64) * len_q * HEAD_DIM
-    sum_offsets = row_offsets(HEAD_DIM, BLOCK_M, BLOCK_D, False)
-    dq = load_rows(sum_base, HEAD_DIM, row_begin, len_q, sum_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
-    dq_base = DQ + (batch * dq_b + head_q * dq_h) * UNIT
-    dq_offsets = row_offsets(dq_n * UNIT, BLOCK_M, BLOCK_D, WIDE)
-    store_rows(dq_base, dq_n * UNIT, row_begin, len_q, dq_offsets, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
-
-
 def plan_backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile,
-    switches: Switches, deterministic: bool,
+    switches: Switches,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill dq, dk and dv, in order. The tensors have a last stride of 1; lse and dlse are packed.
 
-    tile: block_m, block_n, warps and stages are dkdv_kernel's. With the extra `atomic` = 1 it adds dq as well, unless
-    `deterministic`; else dq_kernel has the extras `dq_block_m`, `dq_block_n`, `dq_warps`, `dq_stages`.
+    tile: block_m, block_n, warps and stages are dkdv_kernel's; dq_kernel's are the extras `dq_block_m`, `dq_block_n`,
+    `dq_warps` and `dq_stages`, by default the same.
     """
-    atomic = bool(tile.get("atomic", 0)) and not deterministic
     heads = problem.batch * problem.heads_q
     low, high = problem.mask.band(problem.len_q, problem.len_k)
     delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
     shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    dq_sum = empty(problem.q_shape, dtype=torch.float32, device=q.device) if atomic else delta
     rows = row_tile(problem)
     band = (problem.len_q, problem.len_k, low or 0, high or 0, problem.scale)
 
-    def row_constants(unit: int, tensors: tuple[torch.Tensor, ...]) -> dict[str, object]:
-        every = constants(problem, rows, switches, unit, tensors)
-        return {name: every[name] for name in ("HEAD_DIM", "BLOCK_D", "BLOCK_M", "UNIT", "WIDE")}
-
     unit, numbers = strides(do, o)
+    every = constants(problem, rows, switches, unit, (do, o))
     prepare = Launch(
         prepare_kernel,
         grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
-        arguments=(do, o, lse, lse if dlse is None else dlse, delta, shift, dq_sum, *numbers, problem.heads_q, heads,
+        arguments=(do, o, lse, lse if dlse is None else dlse, delta, shift, *numbers, problem.heads_q, heads,
                    problem.len_q),
-        constants=row_constants(unit, (do, o)) | {
-            "EXP2": switches.exp2, "HAS_DLSE": dlse is not None, "ATOMIC": atomic,
+        constants={name: every[name] for name in ("HEAD_DIM", "BLOCK_D", "BLOCK_M", "UNIT", "WIDE", "EXP2")} | {
+            "HAS_DLSE": dlse is not None,
         },
         warps=rows.warps,
-        stages=1,
+        stages=rows.stages,
     )  # fmt: skip
     unit, numbers = strides(do, q, k, v, dk, dv)
     dkdv = Launch(
         dkdv_kernel,
         grid=triton.cdiv(problem.len_k, tile.block_n) * problem.batch * problem.heads_kv,
-        arguments=(do, q, k, v, delta, shift, dq_sum, dk, dv, *numbers, problem.heads_kv, problem.group,
+        arguments=(do, q, k, v, delta, shift, dk, dv, *numbers, problem.heads_kv, problem.group,
                    problem.batch * problem.heads_kv, heads_in_l2(problem), *band),
-        constants=constants(problem, tile, switches, unit, (do, q, k, v, dk, dv)) | {"ATOMIC": atomic},
+        constants=constants(problem, tile, switches, unit, (do, q, k, v, dk, dv)),
         warps=tile.warps,
         stages=tile.stages,
     )  # fmt: skip
-    if atomic:
-        unit, numbers = strides(dq)
-        cast = Launch(
-            cast_kernel,
-            grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
-            arguments=(dq_sum, dq, *numbers, problem.heads_q, heads, problem.len_q, problem.scale),
-            constants=row_constants(unit, (dq,)),
-            warps=rows.warps,
-            stages=1,
-        )
-        return [prepare, dkdv, cast]
 
     queries_tile = dq_tile(tile)
     unit, numbers = strides(do, q, k, v, dq)
@@ -324,10 +278,10 @@ def plan_backward(
 
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool,
+    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`dq, dk, dv`, laid out as q, k, v are."""
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    for launch in plan_backward(do, dlse, q, k, v, o, lse, dq, dk, dv, problem, tile, switches, deterministic):
+    for launch in plan_backward(do, dlse, q, k, v, o, lse, dq, dk, dv, problem, tile, switches):
         launch.run(q.device, target)
     return dq, dk, dv

@@ -8,7 +8,6 @@ What Triton keeps there, read off its builds for the four targets (the tests hol
 - without a pipeline, K and V one after the other in the forward; in the backward both, and one more for transposing;
 - scores on their way into the next product, where the compiler lays the two products out differently: on mma.sync when
   the program's tile has fewer rows than columns, and always in IEEE fp32, which also reduces rows across warps there;
-- dS, transposed, for the atomics.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ def shared_memory(problem: Problem, target: Target, direction: Direction, tile: 
     kernels: dict[str, Mapping[str, int]] = {}
     parts = _walk(problem, target, tile, tile.block_n, tile.block_m, ("K", "V"), ("Q", "dO"))
     parts["lse, delta"] = 2 * 4 * tile.block_m * tile.stages
-    if tile.get("atomic", 0):
-        parts["dS"] = tile.block_m * tile.block_n * problem.dtype.itemsize
     kernels["dkdv_kernel"] = parts
     dq = dq_tile(tile)
     kernels["dq_kernel"] = _walk(problem, target, dq, dq.block_m, dq.block_n, ("Q", "dO"), ("K", "V"))

@@ -45,7 +45,7 @@ def plan(problem: Problem, direction: Direction, tile: Tile, switches: Switches)
     lse = tensor(problem.lse_shape, torch.float32)
     if direction == "forward":
         return [plan_forward(q, k, v, o, lse, problem, tile, switches)]
-    return plan_backward(do, None, q, k, v, o, lse, dq, dk, dv, problem, tile, switches, False)
+    return plan_backward(do, None, q, k, v, o, lse, dq, dk, dv, problem, tile, switches)
 
 
 def build(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> list[Build]:

@@ -87,7 +87,8 @@ class TritonPort(Port):
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _check_device(q.device)
-        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
+        # Bitwise repeatable, whether or not it was asked to be.
+        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches)
 
 
 def _check_device(device: torch.device) -> None:
@@ -101,15 +102,13 @@ def _check_device(device: torch.device) -> None:
 
 
 def _candidates(problem: Problem, target: Target, direction: Direction) -> list[Tile]:
-    """Tiles to try where none was swept, largest first: what a thread's registers hold, and what runs anywhere."""
-    wide, narrow = max(64, problem.head_dim), 64
+    """Tiles to try where none was swept: the largest that registers hold first, down to what fits anywhere."""
     if problem.dtype.itemsize == 4:
-        sides = [(32, 32, 4)] if problem.head_dim <= 128 else []
-        sides += [(16, 16, 4)]
+        shapes = [(32, 32, 4), (16, 16, 4)] if problem.head_dim <= 64 else [(16, 16, 4)]
     elif direction == "forward":
-        sides = [(128, 128, 8)] if wide <= 64 else []
-        sides += [(128, 64, 4 if wide <= 64 else 8), (64, 64, 4), (64, 32, 4), (32, 32, 4), (16, 16, 1)]
+        shapes = [(128, 64, 4)] if problem.head_dim <= 64 else [(128, 32, 4 if problem.head_dim <= 128 else 8)]
+        shapes += [(64, 32, 4), (32, 32, 4), (16, 16, 1)]
     else:
-        sides = [(narrow, 128, 8)] if wide <= 128 else []
-        sides += [(64, 64, 4 if wide <= 64 else 8), (32, 64, 4), (32, 32, 4), (16, 16, 1)]
-    return [Tile(m, n, warps, stages) for m, n, warps in sides for stages in (2, 1)]
+        shapes = [(32, 128, 4)] if problem.head_dim <= 64 else [(64, 64, 4 if problem.head_dim <= 128 else 8)]
+        shapes += [(32, 64, 4), (32, 32, 4), (16, 16, 1)]
+    return [Tile(m, n, warps, stages) for m, n, warps in shapes for stages in (2, 1)]
