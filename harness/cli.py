@@ -5,7 +5,9 @@ PyTorch is imported by the commands, not here, so that `--help` and a typo answe
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +19,7 @@ from .options import Directions, Format
 if TYPE_CHECKING:
     from .environment import Environment
 
-USAGE, INTERRUPTED = 2, 130
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 app = typer.Typer(
     name="harness",
@@ -85,7 +87,7 @@ def run_command(
         json=json,
         form=form,
     )
-    raise typer.Exit(run(request, here))
+    raise typer.Exit(_piped(lambda: run(request, here)))
 
 
 @app.command("doctor", short_help="What is installed and what can run here.")
@@ -106,7 +108,18 @@ def doctor_command(json: JsonOption = None, form: FormatOption = Format.TEXT) ->
         here, trouble = CPU, str(error)
     from .doctor import doctor
 
-    raise typer.Exit(doctor(json, form, here, trouble))
+    raise typer.Exit(_piped(lambda: doctor(json, form, here, trouble)))
+
+
+def _piped(command: Callable[[], int]) -> int:
+    # `harness run … | head` closes the pipe early: no failed check, and nothing to complain about.
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return status
 
 
 def _prepare() -> Environment:
