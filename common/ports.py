@@ -296,9 +296,12 @@ def _port(name: str) -> Port:
     try:
         return getattr(importlib.import_module(module), kind)()
     except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing == module.split(".")[0]:
+        missing, ours = error.name or "", module.split(".")[0]
+        if missing in (ours, module):
             raise Unsupported(f"the {name} port is not written yet") from error
+        missing = missing.split(".")[0]
+        if missing in (ours, "common"):  # ours to ship: no package to install would help
+            raise Unsupported(f"the {name} port could not be imported: {error}") from error
         raise Unsupported(f"the {name} port needs {missing}, which is not installed: pip install {package}") from error
     except ImportError as error:
         raise Unsupported(f"the {name} port could not be imported: {error}") from error
