@@ -49,7 +49,7 @@ def attention(
         mask = _CAUSAL if causal else _FULL
     elif causal:
         raise ValueError("causal=True and mask are two ways to say the same: give one")
-    if not torch.compiler.is_compiling() and all(type(x) in _EAGER for x in (q, k, v)):
+    if not torch.compiler.is_compiling() and not any(_is_traced(x) for x in (q, k, v)):
         problem = Problem.from_tensors(q, k, v, mask=mask, scale=scale)
         o, lse = _Eager.apply(q, k, v, problem, port(impl), deterministic)
     else:
@@ -64,8 +64,11 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-# Outside of these (fake tensors, say, or what is no tensor at all) the operators decide.
-_EAGER = (torch.Tensor, torch.nn.Parameter)
+def _is_traced(tensor: object) -> bool:
+    # A fake tensor, or another one that stands for an operator's arguments rather than for memory.
+    return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
 _FULL, _CAUSAL = Mask(), Mask.causal()
 _IEEE, _TF32 = Switches(), Switches(tf32=True)
 

@@ -97,6 +97,8 @@ class Problem:
             check_strided(name, tensor)
         if mask is not None:
             check_type("mask", mask, Mask)
+        if scale is not None:
+            scale = check_scale(scale)
         q_form, k_form, v_form = ((tensor.shape, tensor.dtype, tensor.device) for tensor in (q, k, v))
         return _posed_by(q_form, k_form, v_form, mask, scale)
 
@@ -155,7 +157,7 @@ class Problem:
 Form = tuple[torch.Size, torch.dtype, torch.device]
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed, or a scale of True would be found as 1.0
+@lru_cache(maxsize=4096)
 def _posed_by(q: Form, k: Form, v: Form, mask: Mask | None, scale: float | None) -> Problem:
     for name, (shape, dtype, _) in (("q", q), ("k", k), ("v", v)):
         if dtype not in DTYPE_NAMES:
