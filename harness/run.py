@@ -255,7 +255,7 @@ def _check_case(session: Session, case: Case) -> list[Result]:
         inputs = session.inputs(case)
         truth = Truth(case.problem, inputs)
         for direction in directions:
-            truth.of(direction)
+            truth.prepare(direction)
     except Exception as error:  # a card that is too small, or that a kernel before has left unusable
         verdict: Verdict = "unsupported" if isinstance(error, torch.OutOfMemoryError) else "fail"
         reason = f"not checked, the inputs or the oracle raised {one_line(error)}"

@@ -222,7 +222,7 @@ def test_fp16_scores_that_overflow_leave_a_usable_check() -> None:
     problem = Problem(1, 1, 1, 40, 40, 64, torch.float16, Mask())
     spec = InputSpec(scale_q=100, scale_k=100)
     inputs = make_inputs(problem, spec, seed=0, device=CPU)
-    assert Truth(problem, inputs).of("forward")["o"].naive == math.inf
+    assert Truth(problem, inputs).forward()["o"].naive == math.inf
     assert trial(FakePort(), problem, spec).check("forward").verdict == "pass"
     assert trial(FakePort("no rescale of the accumulator"), problem, spec).check("forward").verdict == "fail"
 
