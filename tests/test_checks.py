@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common import Mask, Problem, Target
-from harness.checks import NAIVE_CAP, Check, Trial, Truth, Yardstick, compare
+from harness.checks import NAIVE_CAP, NAMES, Check, Trial, Truth, Yardstick, compare
 from harness.inputs import InputSpec, make_inputs
 from harness.records import RecordFile, check_record
 from harness.suites import load_suite
@@ -231,12 +231,12 @@ def test_the_naive_attention_is_the_same_head_by_head(monkeypatch: pytest.Monkey
     problem = Problem(2, 4, 2, 33, 47, 16, torch.bfloat16, Mask.causal())
     inputs = make_inputs(problem, InputSpec(), seed=0, device=CPU)
     whole = Truth(problem, inputs)
-    expected = [whole.of(direction) for direction in ("forward", "backward")]
+    no_costs = dict.fromkeys(NAMES["backward"], 0.0)
+    expected = whole.forward() | whole.backward(no_costs, with_dlse=True)
     monkeypatch.setattr("harness.checks.NAIVE_SCORES_AT_ONCE", 0)
     parts = Truth(problem, inputs)
-    for direction, of_whole in zip(("forward", "backward"), expected, strict=True):
-        for name, yardstick in parts.of(direction).items():
-            assert yardstick.naive == pytest.approx(of_whole[name].naive, rel=0.5)
+    for name, yardstick in (parts.forward() | parts.backward(no_costs, with_dlse=True)).items():
+        assert yardstick.naive == pytest.approx(expected[name].naive, rel=0.5)
 
 
 def test_a_check_becomes_a_record_with_infinities_as_words(tmp_path) -> None:  # type: ignore[no-untyped-def]
