@@ -33,6 +33,7 @@ class Launch:
     """One kernel and all it is given but its tensors: made once for a problem, its layouts, tile and switches.
 
     numbers: the arguments after the tensors. constants: the compile-time constants, by name in the kernel's order.
+    compiled: what it was compiled to, by target, device and alignment of the tensors.
     """
 
     kernel: Any
@@ -41,7 +42,7 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int
-    _compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, target: Target, *tensors: torch.Tensor) -> None:
         """Launches on the current stream of the tensors' device, with the instructions of `target`.
@@ -59,7 +60,7 @@ class Launch:
     def _run(self, target: Target, device: torch.device, tensors: tuple[torch.Tensor, ...]) -> None:
         # Of the tensors, a compiled kernel depends on their dtypes, which are the problem's, and on their alignment.
         key = (target.name, device.index, *(tensor.data_ptr() % 16 == 0 for tensor in tensors))
-        compiled = self._compiled.get(key)
+        compiled = self.compiled.get(key)
         if compiled is not None:  # past Triton's own dispatch, which looks at every argument anew
             compiled[self.grid, 1, 1](*tensors, *self.numbers, *self.constants.values())
             return
@@ -77,7 +78,7 @@ class Launch:
                     f"{self.kernel.__name__} was built with {compiled.metadata.shared} B of shared memory; "
                     f"{target.sm} gives {target.smem_per_block} B"
                 )
-            self._compiled[key] = compiled
+            self.compiled[key] = compiled
 
 
 def strides(*layouts: tuple[Layout, tuple[int, ...]]) -> tuple[int, list[int]]:
