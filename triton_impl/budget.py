@@ -11,8 +11,8 @@ What Triton keeps there, read off its builds for the four targets (the tests hol
 - scores on their way into the next product, where the compiler lays the two products out differently: on mma.sync when
   the program's tile has fewer rows than columns (dq_kernel without a pipeline has room for them where Q was), and
   always in IEEE fp32, which also reduces rows across warps there;
-- under tcgen05 the barriers of its products, rounded up to where a pipelined tile may begin, and what the two
-  warpgroups of a block of 8 warps tell each other about the rows they share.
+- under tcgen05 the barriers of its products, rounded up to where a pipelined tile may begin, and, in the forward with
+  more than one warpgroup, what these tell each other about the rows they share, at most 16 bytes a thread.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _walk(
         parts["P"] = owned_rows * walked_rows * 2
     if tcgen05:
         parts["barriers"] = 1024 if owned != FORWARD and tile.stages > 1 else 64
-        if tile.warps > 4:
-            parts["rows"] = owned_rows * 4
+        if owned == FORWARD and tile.warps > 4:
+            parts["rows"] = 16 * 32 * tile.warps
     return parts
 
 
