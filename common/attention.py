@@ -1,4 +1,4 @@
-"""`attention()`: what a model calls. Autograd, `torch.compile` and CUDA graphs go through two custom operators."""
+"""`attention()`: what a model calls, with autograd; under `torch.compile` by way of two custom operators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .errors import check_type
 from .mask import Corner, Mask
@@ -48,22 +49,28 @@ def attention(
         mask = _CAUSAL if causal else _FULL
     elif causal:
         raise ValueError("causal=True and mask are two ways to say the same: give one")
-    if not torch.compiler.is_compiling():
-        # The operators validate as well, but what is not a tensor would reach the user as a dispatcher's error.
-        Problem.from_tensors(q, k, v, mask=mask, scale=scale)
-        port(impl)
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1])
-    one_head = q.dim() == 3
-    if one_head:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    o, lse = _forward(q, k, v, mask.left, mask.right, mask.corner, scale, impl, deterministic)
-    if one_head:
-        o, lse = o.squeeze(1), lse.squeeze(1)
+    if not torch.compiler.is_compiling() and not any(_is_traced(x) for x in (q, k, v)):
+        problem = Problem.from_tensors(q, k, v, mask=mask, scale=scale)
+        o, lse = _Eager.apply(q, k, v, problem, port(impl), deterministic)
+    else:
+        if scale is None:
+            scale = 1 / math.sqrt(q.shape[-1])
+        one_head = q.dim() == 3
+        if one_head:
+            q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        o, lse = _forward(q, k, v, mask.left, mask.right, mask.corner, scale, impl, deterministic)
+        if one_head:
+            o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
 
 
+def _is_traced(tensor: object) -> bool:
+    # A fake tensor, or another one that stands for an operator's arguments rather than for memory.
+    return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
 _FULL, _CAUSAL = Mask(), Mask.causal()
+_IEEE, _TF32 = Switches(), Switches(tf32=True)
 
 
 @lru_cache(maxsize=1024)
@@ -72,7 +79,30 @@ def _mask(left: int | None, right: int | None, corner: Corner) -> Mask:
 
 
 def _switches(q: torch.Tensor) -> Switches:
-    return Switches(tf32=q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+    return _TF32 if q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else _IEEE
+
+
+class _Eager(torch.autograd.Function):
+    """The short way: the dispatcher's way through an operator costs the host several times as much."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, problem, port, deterministic):  # type: ignore[no-untyped-def]
+        o, lse = port.forward(q, k, v, problem, switches=_switches(q))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = problem, port, deterministic
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dlse):  # type: ignore[no-untyped-def]
+        q, k, v, o, lse = ctx.saved_tensors
+        problem, port, deterministic = ctx.options
+        if do is None:
+            do = torch.zeros_like(o)
+        switches = _switches(q)
+        grads = port.backward(do, dlse, q, k, v, o, lse, problem, switches=switches, deterministic=deterministic)
+        return *grads, None, None, None
 
 
 @torch.library.custom_op("fa2::forward", mutates_args=())

@@ -6,7 +6,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import ClassVar
 
 import torch
@@ -202,7 +202,7 @@ class Port(ABC):
     ) -> tuple[Target, Tile, Switches]:
         if target is None:
             target = _native(device)
-        switches = Switches() if switches is None else switches
+        switches = _ALL_ON if switches is None else switches
         check_type("target", target, Target)
         reason = self.unsupported(problem, target)
         if reason is not None:
@@ -216,7 +216,7 @@ class Port(ABC):
         check_direction(direction)
         check_type("switches", switches, Switches)
         if tile is None:
-            return self.tiles(problem, target, direction)[0] if switches.tiles else NAIVE_TILE
+            return _best_tile(self, problem, target, direction) if switches.tiles else NAIVE_TILE
         check_type("tile", tile, Tile)
         self.check_tile(problem, target, direction, tile)
         return tile
@@ -251,7 +251,13 @@ class Port(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
+_ALL_ON = Switches()
 NAIVE_TILE = Tile(block_m=16, block_n=16, warps=1, stages=1)
+
+
+@lru_cache(maxsize=4096)
+def _best_tile(port: Port, problem: Problem, target: Target, direction: Direction) -> Tile:
+    return port.tiles(problem, target, direction)[0]
 
 
 @cache
@@ -290,9 +296,12 @@ def _port(name: str) -> Port:
     try:
         return getattr(importlib.import_module(module), kind)()
     except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing == module.split(".")[0]:
+        missing, ours = error.name or "", module.split(".")[0]
+        if missing in (ours, module):
             raise Unsupported(f"the {name} port is not written yet") from error
+        missing = missing.split(".")[0]
+        if missing in (ours, "common"):  # ours to ship: no package to install would help
+            raise Unsupported(f"the {name} port could not be imported: {error}") from error
         raise Unsupported(f"the {name} port needs {missing}, which is not installed: pip install {package}") from error
     except ImportError as error:
         raise Unsupported(f"the {name} port could not be imported: {error}") from error

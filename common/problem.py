@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -94,35 +95,12 @@ class Problem:
         """
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_strided(name, tensor)
-            if tensor.dtype not in DTYPE_NAMES:
-                raise TypeError(f"{name} must be {', '.join(DTYPE_NAMES.values())}, got {tensor.dtype}")
-            if tensor.dim() not in (3, 4):
-                raise ValueError(f"{name} must be (B, H, N, D) or (B, N, D), got shape {tuple(tensor.shape)}")
-        for name, tensor in (("k", k), ("v", v)):
-            if tensor.dtype != q.dtype:
-                raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
-            if tensor.device != q.device:
-                raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-            if tensor.dim() != q.dim():
-                raise ValueError(f"{name} must have {q.dim()} dimensions as q has, got shape {tuple(tensor.shape)}")
-            if tensor.shape[0] != q.shape[0]:
-                raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got {tensor.shape[0]}")
-            if tensor.shape[-1] != q.shape[-1]:
-                raise ValueError(f"{name} must have the head_dim of q, {q.shape[-1]}, got {tensor.shape[-1]}")
-        if v.shape != k.shape:
-            raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
-        one_head = q.dim() == 3
-        return cls(
-            batch=q.shape[0],
-            heads_q=1 if one_head else q.shape[1],
-            heads_kv=1 if one_head else k.shape[1],
-            len_q=q.shape[-2],
-            len_k=k.shape[-2],
-            head_dim=q.shape[-1],
-            dtype=q.dtype,
-            mask=Mask() if mask is None else mask,
-            scale=scale,  # type: ignore[arg-type]
-        )
+        if mask is not None:
+            check_type("mask", mask, Mask)
+        if scale is not None:
+            scale = check_scale(scale)
+        q_form, k_form, v_form = ((tensor.shape, tensor.dtype, tensor.device) for tensor in (q, k, v))
+        return _posed_by(q_form, k_form, v_form, mask, scale)
 
     @property
     def group(self) -> int:
@@ -174,3 +152,42 @@ class Problem:
         if direction == "forward":
             return 2 * q_bytes + 2 * kv_bytes + lse_bytes
         return 4 * q_bytes + 4 * kv_bytes + lse_bytes
+
+
+Form = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@lru_cache(maxsize=4096)
+def _posed_by(q: Form, k: Form, v: Form, mask: Mask | None, scale: float | None) -> Problem:
+    for name, (shape, dtype, _) in (("q", q), ("k", k), ("v", v)):
+        if dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name} must be {', '.join(DTYPE_NAMES.values())}, got {dtype}")
+        if len(shape) not in (3, 4):
+            raise ValueError(f"{name} must be (B, H, N, D) or (B, N, D), got shape {tuple(shape)}")
+    q_shape, q_dtype, q_device = q
+    for name, (shape, dtype, device) in (("k", k), ("v", v)):
+        if dtype != q_dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q_dtype}, got {dtype}")
+        if device != q_device:
+            raise ValueError(f"{name} must be on the device of q, {q_device}, got {device}")
+        if len(shape) != len(q_shape):
+            raise ValueError(f"{name} must have {len(q_shape)} dimensions as q has, got shape {tuple(shape)}")
+        if shape[0] != q_shape[0]:
+            raise ValueError(f"{name} must have the batch of q, {q_shape[0]}, got {shape[0]}")
+        if shape[-1] != q_shape[-1]:
+            raise ValueError(f"{name} must have the head_dim of q, {q_shape[-1]}, got {shape[-1]}")
+    k_shape, v_shape = k[0], v[0]
+    if v_shape != k_shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k_shape)}, got {tuple(v_shape)}")
+    one_head = len(q_shape) == 3
+    return Problem(
+        batch=q_shape[0],
+        heads_q=1 if one_head else q_shape[1],
+        heads_kv=1 if one_head else k_shape[1],
+        len_q=q_shape[-2],
+        len_k=k_shape[-2],
+        head_dim=q_shape[-1],
+        dtype=q_dtype,
+        mask=Mask() if mask is None else mask,
+        scale=scale,  # type: ignore[arg-type]
+    )

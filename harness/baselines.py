@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from common import Direction, Mask, Port, Problem, Switches, Target, Tile, Unsupported
 from common.ports import dtype_reason
@@ -105,6 +104,8 @@ class SdpaFlash(Baseline):
         # is_causal is the top-left corner, and flash refuses it for unequal lengths; this bias is the other corner.
         if problem.mask == Mask() or problem.len_q == problem.len_k:
             return None
+        from torch.nn.attention.bias import causal_lower_right  # here, because it brings in torch._dynamo: seconds
+
         return causal_lower_right(problem.len_q, problem.len_k)
 
     def _forward(

@@ -10,11 +10,11 @@ a tensor passes when error <= allowed, where
 - `naive` is the error of the plain PyTorch attention in the dtype of the tensor: the input's for o, dq, dk, dv, and
   fp32 for lse. It counts for a 32nd of the largest truth at most, also where it is not finite, so that an input that
   breaks the plain attention (scores past fp16, logits past what bf16 resolves) excuses nobody else.
-- `floor` is the rounding that no FlashAttention avoids, however lucky the plain attention was. For o: half a unit in
-  the last place of the largest truth. For lse: 16 units of fp32, which is what scores accumulated on matrix units
-  carry. For dq, dk, dv: half a unit of the result and half a unit of p or ds, which are rounded for the product; that
-  relative error of lse, which p = exp(s - lse) inherits; and twice what it costs, computed in float64, that
-  delta = rowsum(do · o) reads the o that the forward rounded (and that passed), and is summed in fp32.
+- `floor` is the rounding that no FlashAttention avoids, however lucky the plain attention was. For lse: 4 units of
+  fp32, which is what scores summed in fp32 carry, and what p = exp(s - lse) inherits as a relative error. For o: half
+  a unit in the last place of the largest truth, and that relative error. For dq, dk, dv: half a unit of the result and
+  half a unit of p or ds, which are rounded for the product; that relative error; and twice what it costs, computed in
+  float64, that delta = rowsum(do · o) reads the o that the forward rounded (and that passed), and is summed in fp32.
 
 An infinite truth (lse of a row that sees no key) must be met exactly, and such a row's o and dq must be exactly 0. A
 NaN never passes, and neither does infinity where the truth is finite.
@@ -44,7 +44,7 @@ from .inputs import Inputs
 
 NAIVE_FACTOR = 2
 NAIVE_CAP = 1 / 32  # of the largest |truth|
-LSE_FLOOR_ULPS = 16
+LSE_FLOOR_ULPS = 4
 FP32_EPS = torch.finfo(torch.float32).eps
 NAIVE_SCORES_AT_ONCE = 2**28  # above it the naive attention is computed head by head, so that it fits
 
@@ -54,9 +54,9 @@ Tensors = tuple[torch.Tensor, ...]
 NAMES: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
 RULE = (
     f"error = max|x - float64 oracle|; allowed = {NAIVE_FACTOR} x min(error of PyTorch's plain attention in the same "
-    f"dtype, max|oracle|/{1 / NAIVE_CAP:.0f}) + floor; floor = eps/2 x max|oracle|; "
-    f"for lse {LSE_FLOOR_ULPS} x eps(fp32) x max(1, max|lse|); "
-    "for gradients (eps + that of lse) x max|oracle| + 2 x what the rounded o costs through delta"
+    f"dtype, max|oracle|/{1 / NAIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
+    "max(1, max|lse|); for o: (eps/2 + f) x max|oracle|; for gradients: (eps + f) x max|oracle| + 2 x what the rounded "
+    "o costs through delta"
 )
 
 
@@ -159,8 +159,23 @@ class Truth:
         self._problem, self._inputs = problem, inputs
         self._known: dict[tuple[Direction, bool], dict[str, Yardstick]] = {}
 
-    def of(self, direction: Direction, *, with_dlse: bool = True) -> dict[str, Yardstick]:
-        """The yardstick of each tensor of a direction. with_dlse: the gradients include what flows through lse."""
+    def prepare(self, direction: Direction) -> None:
+        """Computes a direction's truth now, so that what it raises is not blamed on a port."""
+        self._once(direction, direction == "backward")
+
+    def forward(self) -> dict[str, Yardstick]:
+        """The yardsticks of o and lse."""
+        return self._once("forward", False)
+
+    def backward(self, costs: dict[str, float], *, with_dlse: bool) -> dict[str, Yardstick]:
+        """The yardsticks of dq, dk and dv. costs: what `cost_of_delta` tells of the o that the backward starts from.
+
+        with_dlse: the gradients include what flows through lse.
+        """
+        known = self._once("backward", with_dlse)
+        return {name: replace(y, floor=y.floor + NAIVE_FACTOR * costs[name]) for name, y in known.items()}
+
+    def _once(self, direction: Direction, with_dlse: bool) -> dict[str, Yardstick]:
         key = direction, with_dlse
         if key not in self._known:
             self._known[key] = self._forward() if direction == "forward" else self._backward(with_dlse)
@@ -173,8 +188,8 @@ class Truth:
         in_fp32 = replace(problem, dtype=torch.float32)
         _, naive_lse = _by_heads(naive_forward, (x.q.float(), x.k.float(), x.v.float()), in_fp32)
         return {
-            "o": Yardstick(o, _error(naive_o, o), _half_unit(o, problem.dtype)),
-            "lse": Yardstick(lse, _error(naive_lse, lse), _lse_floor(lse)),
+            "o": Yardstick(o, max_error(naive_o, o), _half_unit(o, problem.dtype) + _lse_floor(lse) * _largest(o)),
+            "lse": Yardstick(lse, max_error(naive_lse, lse), _lse_floor(lse)),
         }
 
     def _backward(self, with_dlse: bool) -> dict[str, Yardstick]:
@@ -182,17 +197,17 @@ class Truth:
         arguments = (x.do, x.dlse if with_dlse else None, x.q, x.k, x.v)
         oracle = oracle_backward(*arguments, problem)
         naive = _by_heads(naive_backward, arguments, problem)
-        lse = self.of("forward")["lse"].oracle
+        lse = self.forward()["lse"].oracle
         return {
             name: Yardstick(
-                true, _error(plain, true), 2 * _half_unit(true, problem.dtype) + _lse_floor(lse) * _largest(true)
+                true, max_error(plain, true), 2 * _half_unit(true, problem.dtype) + _lse_floor(lse) * _largest(true)
             )
             for name, true, plain in zip(NAMES["backward"], oracle, naive, strict=True)
         }
 
     def cost_of_delta(self, o: torch.Tensor) -> dict[str, float]:
         """By how much dq, dk and dv err in a backward that is exact but for delta = rowsum(do · o) from this o."""
-        x, o_true = self._inputs, self.of("forward")["o"].oracle
+        x, o_true = self._inputs, self.forward()["o"].oracle
         do = x.do.double()
         sums = 2 * FP32_EPS * (do * o_true).abs().sum(-1)  # two fp32 sums that should cancel, as in ds = p (dp - delta)
         signs = torch.ones_like(sums)
@@ -258,7 +273,8 @@ def _distance(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
     return distance.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
-def _error(value: torch.Tensor, oracle: torch.Tensor) -> float:
+def max_error(value: torch.Tensor, oracle: torch.Tensor) -> float:
+    """max|value - oracle|; an infinity must be the oracle's, and a NaN is an error of infinity."""
     return _max(_distance(value, oracle))
 
 
@@ -416,7 +432,7 @@ class Trial:
         if not self._is_baseline:
             faults += _not_repeated(names, first.outputs, second.outputs, "")
         self._saved = first.outputs
-        tensors = _compare_all(first.outputs, self._truth.of("forward"))
+        tensors = _compare_all(first.outputs, self._truth.forward())
         faults += self._unseen_rows("o", first.outputs[0])
         return self._judge("forward", tile, tensors, faults, (first.seconds, second.seconds))
 
@@ -441,8 +457,7 @@ class Trial:
             seconds.append(first.seconds)
             if ill_formed:
                 return self._verdict("backward", tile, "fail", faults=tuple(faults), seconds=tuple(seconds))
-            truth = self._truth.of("backward", with_dlse=self._with_dlse(deterministic))
-            truth = {name: replace(y, floor=y.floor + NAIVE_FACTOR * costs[name]) for name, y in truth.items()}
+            truth = self._truth.backward(costs, with_dlse=self._with_dlse(deterministic))
             results.append(_compare_all(first.outputs, truth))
             faults += self._unseen_rows("dq", first.outputs[0])
             second = _call(lambda: self._run_backward(deterministic=deterministic), guarded)  # noqa: B023
@@ -454,7 +469,7 @@ class Trial:
         return self._judge("backward", tile, tensors, faults, tuple(seconds[:2]))
 
     def _unseen_rows(self, name: str, output: torch.Tensor) -> list[str]:
-        unseen = self._truth.of("forward")["lse"].oracle == -math.inf
+        unseen = self._truth.forward()["lse"].oracle == -math.inf
         return [f"{name} is not 0 in rows that see no key"] if output[unseen].any() else []
 
     def _judge(

@@ -5,19 +5,21 @@ PyTorch is imported by the commands, not here, so that `--help` and a typo answe
 
 from __future__ import annotations
 
+import os
 import sys
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .errors import UsageError
+from .options import Directions, Format
 
 if TYPE_CHECKING:
     from .environment import Environment
 
-USAGE, INTERRUPTED = 2, 130
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 app = typer.Typer(
     name="harness",
@@ -30,24 +32,8 @@ app = typer.Typer(
 )
 
 
-class DirectionName(StrEnum):
-    """What `--direction` takes."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    BOTH = "both"
-
-
-class FormatName(StrEnum):
-    """What `--format` takes."""
-
-    TEXT = "text"
-    MARKDOWN = "markdown"
-    CSV = "csv"
-
-
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON lines to FILE.")]
-FormatOption = Annotated[FormatName, typer.Option("--format", help="How to print the tables.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables.")]
 
 
 @app.callback()
@@ -62,7 +48,7 @@ def run_command(
     suite: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
     ] = "quick",
-    direction: Annotated[DirectionName, typer.Option(help="Which direction.")] = DirectionName.BOTH,
+    direction: Annotated[Directions, typer.Option(help="Which direction.")] = Directions.BOTH,
     target: Annotated[
         str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")
     ] = "native",
@@ -71,7 +57,7 @@ def run_command(
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")] = 40,
     timing: Annotated[bool, typer.Option("--timing/--no-timing", help="Time what passed, on a GPU.")] = True,
     json: JsonOption = None,
-    form: FormatOption = FormatName.TEXT,
+    form: FormatOption = Format.TEXT,
 ) -> None:
     """Check ports against a float64 oracle, then time them beside PyTorch's SDPA.
 
@@ -87,26 +73,25 @@ def run_command(
       harness run --impl triton --suite walkthrough --target ada --json walkthrough.jsonl
     """
     here = _prepare()
-    from .run import Directions, Request, run
-    from .tables import Format
+    from .run import Request, run
 
     request = Request(
         impls=tuple(dict.fromkeys(name.strip() for name in impl.split(","))),
         suite=suite,
-        directions=Directions(direction.value),
+        directions=direction,
         target=target,
         only=only,
         seed=seed,
         rounds=rounds,
         timed=timing,
         json=json,
-        form=Format(form.value),
+        form=form,
     )
-    raise typer.Exit(run(request, here))
+    raise typer.Exit(_piped(lambda: run(request, here)))
 
 
 @app.command("doctor", short_help="What is installed and what can run here.")
-def doctor_command(json: JsonOption = None, form: FormatOption = FormatName.TEXT) -> None:
+def doctor_command(json: JsonOption = None, form: FormatOption = Format.TEXT) -> None:
     """Tell what is installed, which ports can run here, and for those that cannot, why and what to do.
 
     Exit status: 0 when some port can run, 2 when none can.
@@ -122,9 +107,19 @@ def doctor_command(json: JsonOption = None, form: FormatOption = FormatName.TEXT
     except UsageError as error:
         here, trouble = CPU, str(error)
     from .doctor import doctor
-    from .tables import Format
 
-    raise typer.Exit(doctor(json, Format(form.value), here, trouble))
+    raise typer.Exit(_piped(lambda: doctor(json, form, here, trouble)))
+
+
+def _piped(command: Callable[[], int]) -> int:
+    # `harness run … | head` closes the pipe early: no failed check, and nothing to complain about.
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return status
 
 
 def _prepare() -> Environment:

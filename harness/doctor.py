@@ -17,9 +17,10 @@ from common import Port, Unsupported
 from .baselines import SDPA_FLASH
 from .environment import Environment
 from .errors import UsageError, one_line
+from .options import Format
 from .provenance import driver_version, git_commit, package_versions
 from .run import PROBE, probe
-from .tables import Format, Table, print_tables
+from .tables import Table, print_tables
 
 OK, NOTHING_RUNS = 0, 2
 

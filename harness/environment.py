@@ -66,7 +66,7 @@ def prepare() -> Environment:
         except Unsupported as error:
             raise UsageError(f"{error}; with {INTERPRET}=1 everything runs on the CPU") from error
     if not interpreted:
-        if "triton" in sys.modules:
+        if sys.modules.get("triton") is not None:
             raise UsageError(f"triton was imported before its interpreter could be turned on: set {INTERPRET}=1")
         os.environ[INTERPRET] = "1"
     return CPU

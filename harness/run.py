@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import common
-from common import DTYPE_NAMES, Direction, Port, Problem, Target, Unsupported
+from common import DTYPE_NAMES, Direction, Port, Problem, Switches, Target, Unsupported
 
 from . import timing
 from .baselines import SDPA_FLASH, Baseline
@@ -24,27 +23,21 @@ from .checks import NAMES, RULE, Check, Trial, Truth, Verdict
 from .environment import Environment
 from .errors import UsageError, one_line, one_of
 from .inputs import Inputs, InputSpec, make_inputs
+from .options import Directions, Format
 from .provenance import provenance, sources_hash
 from .records import RecordFile, check_record
 from .suites import Case, Suite, load_suite
-from .tables import Format, Table, print_tables
+from .tables import Table, print_tables
 from .timing import FLOP_CONVENTION, CudaStopwatch, Timing
 
 OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
 
 
-class Directions(StrEnum):
-    """What `--direction` takes."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    BOTH = "both"
-
-    @property
-    def each(self) -> tuple[Direction, ...]:
-        """The directions it stands for."""
-        each: dict[str, tuple[Direction, ...]] = {"forward": ("forward",), "backward": ("backward",)}
-        return each.get(self.value, ("forward", "backward"))
+EACH: dict[Directions, tuple[Direction, ...]] = {
+    Directions.FORWARD: ("forward",),
+    Directions.BACKWARD: ("backward",),
+    Directions.BOTH: ("forward", "backward"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +54,11 @@ class Request:
     timed: bool = True
     json: Path | None = None
     form: Format = Format.TEXT
+
+    @property
+    def each(self) -> tuple[Direction, ...]:
+        """The directions asked for."""
+        return EACH[self.directions]
 
 
 @dataclass
@@ -240,34 +238,53 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _check_all(session: Session, recorder: Recorder) -> None:
-    directions = session.request.directions.each
-    contestants = [*session.ports, *([SDPA_FLASH] if session.is_timed else [])]
-    with _progress("checking", len(session.suite.cases) * len(contestants)) as begin:
+    with _progress("checking", len(session.suite.cases)) as begin:
         for case in session.suite.cases:
-            inputs = session.inputs(case)
-            truth = Truth(case.problem, inputs)
-            results: list[Result] = []
-            for port in contestants:
-                begin(f"{port.name} {case.id} {case.problem.id}")
-                trial = session.trial(port, case, inputs, truth)
-                checks = {direction: trial.check(direction) for direction in directions}
-                if isinstance(port, Baseline):
-                    for result in results:
-                        result.baseline = checks[result.check.direction]
-                else:
-                    results += [Result(case, check) for check in checks.values()]
+            begin(f"{case.id} {case.problem.id}")
+            results = _check_case(session, case)
             session.results += results
             for result in results:
                 if not session.is_timed or result.check.verdict != "pass":
                     recorder.write(result)
 
 
+def _check_case(session: Session, case: Case) -> list[Result]:
+    """The checks of all ports on one case, and of the baseline when timings are to follow."""
+    directions = session.request.each
+    try:
+        inputs = session.inputs(case)
+        truth = Truth(case.problem, inputs)
+        for direction in directions:
+            truth.prepare(direction)
+    except Exception as error:  # a card that is too small, or that a kernel before has left unusable
+        verdict: Verdict = "unsupported" if isinstance(error, torch.OutOfMemoryError) else "fail"
+        reason = f"not checked, the inputs or the oracle raised {one_line(error)}"
+        about = (session.target, None, Switches(), verdict)
+        return [
+            Result(case, Check(port.name, case.problem, direction, *about, reason=reason))
+            for port in session.ports
+            for direction in directions
+        ]
+    results = []
+    for port in session.ports:
+        trial = session.trial(port, case, inputs, truth)
+        results += [Result(case, trial.check(direction)) for direction in directions]
+    if session.is_timed:
+        trial = session.trial(SDPA_FLASH, case, inputs, truth)
+        baselines = {direction: trial.check(direction) for direction in directions}
+        for result in results:
+            result.baseline = baselines[result.check.direction]
+    return results
+
+
 def _time_all(session: Session, recorder: Recorder) -> None:
-    stopwatch = CudaStopwatch(session.environment.device)
     rows: dict[tuple[int, Direction], list[Result]] = {}  # all contestants of a row are timed together
     for result in session.results:
         if result.check.verdict == "pass":
             rows.setdefault((id(result.case), result.check.direction), []).append(result)
+    if not rows:
+        return
+    stopwatch = CudaStopwatch(session.environment.device)
     with _progress("timing", len(rows)) as begin:
         for results in rows.values():
             case, direction = results[0].case, results[0].check.direction
@@ -311,7 +328,7 @@ def _time_row(session: Session, stopwatch: CudaStopwatch, results: list[Result])
 
 def check_tables(session: Session) -> list[Table]:
     """A table of checks for each port: error over allowed error by tensor, and the verdict."""
-    directions = session.request.directions.each
+    directions = session.request.each
     names = [name for direction in directions for name in NAMES[direction]]
     tables = []
     for port in session.ports:
@@ -356,7 +373,7 @@ def _verdict(checks: list[Check]) -> str:
 def timing_tables(session: Session) -> list[Table]:
     """A table for each port and direction that has timings, beside the baseline."""
     tables = []
-    for port, direction in product(session.ports, session.request.directions.each):
+    for port, direction in product(session.ports, session.request.each):
         results = [r for r in session.of(port, direction) if r.timing is not None or r.untimed]
         if results:
             tables.append(_timing_table(session, port, direction, results))

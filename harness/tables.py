@@ -7,22 +7,15 @@ import io
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from .options import Format
+
 PLAIN_WIDTH = 500  # where there is no terminal no line is wrapped
-
-
-class Format(StrEnum):
-    """How tables are printed."""
-
-    TEXT = "text"
-    MARKDOWN = "markdown"
-    CSV = "csv"
 
 
 @dataclass

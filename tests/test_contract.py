@@ -321,7 +321,7 @@ def test_a_mask_of_another_kind_is_refused(
         ({"impl": ["reference"]}, TypeError, "impl must be a str, got list"),
         ({"impl": Untouched()}, TypeError, "impl must be a str, got Untouched"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_option_of_attention_is_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     arguments = tensors()

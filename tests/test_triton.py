@@ -8,6 +8,8 @@ import torch
 from common import Mask, Problem, Switches, Target, Tile, Unsupported, attention, port
 from reference import oracle_forward
 from triton_impl import FlashAttentionTriton
+from triton_impl.backward import plan_backward
+from triton_impl.forward import plan_forward
 
 from .cases import Case, load_cases
 from .helpers import check_case, check_port
@@ -247,6 +249,32 @@ def test_forward_and_backward_replay_in_a_cuda_graph_on_new_inputs() -> None:
         graph.replay()
         expected = step(*(t.requires_grad_(i < 3) for i, t in enumerate(fresh)))
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_ada_path_stays_on_mma_sync_within_its_shared_memory_on_any_card(head_dim: int) -> None:
+    case = case_of((1, 2, 300, head_dim), (1, 2, 300, head_dim), torch.bfloat16, Mask.causal())
+    inputs, problem = case.inputs(DEVICE), case.problem
+    q, k, v = inputs.q, inputs.k, inputs.v
+    o, lse = TRITON.forward(q, k, v, problem, target=ADA)
+    TRITON.backward(inputs.do, None, q, k, v, o, lse, problem, target=ADA)
+    layout = q.stride()
+    forward_tile, backward_tile = (TRITON.tiles(problem, ADA, way)[0] for way in ("forward", "backward"))
+    launches = [
+        plan_forward(problem, forward_tile, Switches(), *[layout] * 4),
+        *plan_backward(problem, backward_tile, Switches(), False, *[layout] * 8)[1:],
+    ]
+    for launch in launches:
+        built = [kernel for (target, *_), kernel in launch.compiled.items() if target == "ada"]
+        assert built
+        for kernel in built:
+            ptx = kernel.asm["ptx"]
+            assert "mma.sync" in ptx
+            assert "cp.async.cg" in ptx
+            assert "wgmma" not in ptx
+            assert "cp.async.bulk" not in ptx
+            assert kernel.metadata.shared <= ADA.smem_per_block
 
 
 @pytest.mark.gpu

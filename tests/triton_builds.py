@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
+import torch
+
 from common import DTYPE_NAMES, Direction, Mask, Problem, Switches, Target, Tile, port
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -71,9 +73,10 @@ def launch_keys(shapes: list[dict[str, int]]) -> dict[str, list[str]]:
     for shape in shapes:
         for direction in get_args(Direction):
             problem = Request("ada", direction, 64, causal=True, shape=shape).problem
-            for launch in plan(problem, direction, Tile(64, 64), Switches()):
+            for launch, dtypes in plan(problem, direction, Tile(64, 64), Switches()):
                 bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
-                _, specialization, _ = bind(*launch.arguments, **launch.constants, num_warps=4)
+                tensors = (torch.empty(16, dtype=dtype) for dtype in dtypes)
+                _, specialization, _ = bind(*tensors, *launch.numbers, **launch.constants, num_warps=4)
                 keys.setdefault(launch.kernel.__name__, []).append(str(specialization))
     return keys
 

@@ -18,6 +18,8 @@ dk and dv of a head are summed over the group of query heads that share it, in o
 The rungs are those of the forward.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ from common import Problem, Switches, Target, Tile, empty, empty_like
 from .blocks import dot, load_rows, row_offsets, schedule, store_rows, tile_range, visible
 from .budget import dq_tile
 from .forward import LOG2_E
-from .launch import RUN_TIME, Launch, constants, heads_in_l2, row_tile, strides
+from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, row_tile, strides
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -221,67 +223,75 @@ def dq_kernel(
     store_rows(dq_base, dq_n * UNIT, row_begin, len_q, dq_offsets, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
 
 
+@lru_cache(maxsize=4096)
 def plan_backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile,
-    switches: Switches,
-) -> list[Launch]:  # fmt: skip
-    """The launches that fill dq, dk and dv, in order. The tensors have a last stride of 1; lse and dlse are packed.
+    problem: Problem, tile: Tile, switches: Switches, has_dlse: bool, do: Layout, q: Layout, k: Layout, v: Layout,
+    o: Layout, dq: Layout, dk: Layout, dv: Layout,
+) -> tuple[Launch, Launch, Launch]:  # fmt: skip
+    """The launches of prepare_kernel, dkdv_kernel and dq_kernel, from the tensors' layouts.
 
     tile: block_m, block_n, warps and stages are dkdv_kernel's; dq_kernel's are the extras `dq_block_m`, `dq_block_n`,
     `dq_warps` and `dq_stages`, by default the same.
     """
     heads = problem.batch * problem.heads_q
     low, high = problem.mask.band(problem.len_q, problem.len_k)
-    delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    rows = row_tile(problem)
     band = (problem.len_q, problem.len_k, low or 0, high or 0, problem.scale)
+    like_q, like_k = problem.q_shape, problem.kv_shape
 
-    unit, numbers = strides(do, o)
-    every = constants(problem, rows, switches, unit, (do, o))
+    rows = row_tile(problem)
+    unit, numbers = strides((do, like_q), (o, like_q))
     prepare = Launch(
         prepare_kernel,
         grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
-        arguments=(do, o, lse, lse if dlse is None else dlse, delta, shift, *numbers, problem.heads_q, heads,
-                   problem.len_q),
-        constants={name: every[name] for name in ("HEAD_DIM", "BLOCK_D", "BLOCK_M", "UNIT", "WIDE", "EXP2")} | {
-            "HAS_DLSE": dlse is not None,
-        },
+        numbers=(*numbers, problem.heads_q, heads, problem.len_q),
+        constants=constants(prepare_kernel, problem, rows, switches, unit, (do, o), HAS_DLSE=has_dlse),
         warps=rows.warps,
         stages=rows.stages,
+    )
+
+    unit, numbers = strides(
+        (do, like_q), (q, like_q), (k, like_k), (v, like_k), (dk, like_k), (dv, like_k)
     )  # fmt: skip
-    unit, numbers = strides(do, q, k, v, dk, dv)
     dkdv = Launch(
         dkdv_kernel,
         grid=triton.cdiv(problem.len_k, tile.block_n) * problem.batch * problem.heads_kv,
-        arguments=(do, q, k, v, delta, shift, dk, dv, *numbers, problem.heads_kv, problem.group,
-                   problem.batch * problem.heads_kv, heads_in_l2(problem), *band),
-        constants=constants(problem, tile, switches, unit, (do, q, k, v, dk, dv)),
+        numbers=(
+            *numbers,
+            problem.heads_kv,
+            problem.group,
+            problem.batch * problem.heads_kv,
+            heads_in_l2(problem),
+            *band,
+        ),
+        constants=constants(dkdv_kernel, problem, tile, switches, unit, (do, q, k, v, dk, dv)),
         warps=tile.warps,
         stages=tile.stages,
-    )  # fmt: skip
+    )
 
-    queries_tile = dq_tile(tile)
-    unit, numbers = strides(do, q, k, v, dq)
+    tile = dq_tile(tile)
+    unit, numbers = strides((do, like_q), (q, like_q), (k, like_k), (v, like_k), (dq, like_q))
     queries = Launch(
         dq_kernel,
-        grid=triton.cdiv(problem.len_q, queries_tile.block_m) * heads,
-        arguments=(do, q, k, v, delta, shift, dq, *numbers, problem.heads_q, problem.group, heads,
-                   heads_in_l2(problem) * problem.group, *band),
-        constants=constants(problem, queries_tile, switches, unit, (do, q, k, v, dq)),
-        warps=queries_tile.warps,
-        stages=queries_tile.stages,
-    )  # fmt: skip
-    return [prepare, dkdv, queries]
+        grid=triton.cdiv(problem.len_q, tile.block_m) * heads,
+        numbers=(*numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group, *band),
+        constants=constants(dq_kernel, problem, tile, switches, unit, (do, q, k, v, dq)),
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+    return prepare, dkdv, queries
 
 
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`dq, dk, dv`, laid out as q, k, v are."""
+    """`dq, dk, dv`, laid out as q, k, v are. The last strides are 1; lse and dlse are packed."""
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    for launch in plan_backward(do, dlse, q, k, v, o, lse, dq, dk, dv, problem, tile, switches):
-        launch.run(q.device, target)
+    delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    layouts = (tensor.stride() for tensor in (do, q, k, v, o, dq, dk, dv))
+    prepare, dkdv, queries = plan_backward(problem, tile, switches, dlse is not None, *layouts)
+    prepare.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift)
+    dkdv.run(target, do, q, k, v, delta, shift, dk, dv)
+    queries.run(target, do, q, k, v, delta, shift, dq)
     return dq, dk, dv
