@@ -33,7 +33,7 @@ def package_versions() -> dict[str, str | None]:
             versions[name] = version(package)
         except PackageNotFoundError:
             versions[name] = None
-    return versions
+    return versions | {"torch": torch.__version__}  # which tells the build as well
 
 
 def driver_version() -> str | None:

@@ -16,7 +16,7 @@ from harness.options import Format
 from harness.provenance import git_commit, sources_hash
 
 from .fakes import FakePort
-from .test_cli import harness
+from .test_cli import harness, skip_without_interpreter
 
 
 def rows(out: str) -> dict[str, list[str]]:
@@ -29,6 +29,7 @@ def test_it_tells_what_is_installed_and_what_can_run(tmp_path: Path) -> None:
     done = harness("doctor", "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
+    skip_without_interpreter(done.stdout)
     found = rows(done.stdout)
     assert found["PyTorch"][0] == torch.__version__
     assert found["card"][0] == "none"

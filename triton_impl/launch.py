@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 
 from common import Problem, Switches, Target, Tile, Unsupported
+
+from .blocks import counting_kernel
 
 INTERPRET = triton.knobs.runtime.interpret
 
@@ -79,6 +83,24 @@ class Launch:
                     f"{target.sm} gives {target.smem_per_block} B"
                 )
             self.compiled[key] = compiled
+
+
+@cache
+def interpreter_fault() -> str | None:
+    """Why Triton's interpreter cannot run kernels here, tried on a loop of run-time length; None when it can.
+
+    Triton 3.6's breaks on the scalars of NumPy 2.4, which 3.9's takes.
+    """
+    count = torch.zeros(1, dtype=torch.int32)
+    try:
+        counting_kernel[1,](count, 5)
+    except Exception as error:  # whatever it raises: it does not run
+        numpy = importlib.metadata.version("numpy")
+        return (
+            f"the interpreter of Triton {triton.__version__} does not run beside NumPy {numpy} ({error}): "
+            "pip install --upgrade triton, or an older NumPy"
+        )
+    return None
 
 
 def strides(*layouts: tuple[Layout, tuple[int, ...]]) -> tuple[int, list[int]]:

@@ -14,7 +14,7 @@ from . import budget
 from .backward import backward
 from .build import build
 from .forward import forward
-from .launch import INTERPRET
+from .launch import INTERPRET, interpreter_fault
 
 EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
 
@@ -25,6 +25,8 @@ class TritonPort(Port):
     name: ClassVar[str] = "triton"
 
     def unsupported(self, problem: Problem, target: Target) -> str | None:
+        if INTERPRET and interpreter_fault() is not None:
+            return interpreter_fault()
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16, torch.float32))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
