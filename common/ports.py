@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import ClassVar
 
@@ -32,9 +33,10 @@ _PORTS = {
 class Build:
     """One kernel compiled for one target: what it takes of the chip and what it is made of.
 
-    shared: bytes of shared memory a block. registers: 32-bit registers a thread. spills: bytes of spill stores and
-    loads a thread. instructions: the matrix instructions in its code. seconds: time to compile. ptx: its code, where
-    the compiler shows it.
+    tile: this kernel's own; the kernels of one direction may differ in it. shared: bytes of shared memory a block.
+    registers: 32-bit registers a thread. spills: bytes of spill stores and loads a thread. instructions: the matrix
+    instructions in its code. seconds: what it took to get it. cached: it came out of the compiler's cache, so that
+    `seconds` is not the time of a compile. ptx: its code, where the compiler shows it; not printed with the rest.
     """
 
     kernel: str
@@ -45,7 +47,8 @@ class Build:
     spills: int
     instructions: tuple[str, ...]
     seconds: float
-    ptx: str
+    cached: bool
+    ptx: str = field(repr=False)
 
 
 def check_tensors(problem: Problem, **tensors: torch.Tensor | None) -> None:
@@ -276,6 +279,11 @@ def dtype_reason(name: str, problem: Problem, dtypes: tuple[torch.dtype, ...]) -
 def port_names() -> tuple[str, ...]:
     """The names `port` knows, whether or not they can run here."""
     return tuple(_PORTS)
+
+
+def is_written(name: str) -> bool:
+    """Whether the port of that name is here at all; the package it needs may still be missing."""
+    return importlib.util.find_spec(_PORTS[name][0].split(".")[0]) is not None
 
 
 def port(name: str) -> Port:

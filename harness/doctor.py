@@ -13,6 +13,7 @@ import torch
 
 import common
 from common import Port, Unsupported
+from common.ports import is_written
 
 from .baselines import SDPA_FLASH
 from .environment import Environment
@@ -23,6 +24,9 @@ from .run import PROBE, probe
 from .tables import Table, print_tables
 
 OK, NOTHING_RUNS = 0, 2
+NO_CUDA = (
+    "built without CUDA; for a GPU take the pip command of a CUDA build from https://pytorch.org/get-started/locally"
+)
 
 
 @dataclass(frozen=True)
@@ -71,30 +75,33 @@ def _installed(here: Environment, trouble: str) -> list[Finding]:
         found = versions[key]
         return Finding(name, found or "missing", "" if found else f"{purpose}: pip install {install}")
 
+    def package_of(port: str, name: str, key: str, install: str) -> Finding:
+        if versions[key] or is_written(port):
+            return package(name, key, f"the {port} port needs it", install)
+        return Finding(name, "missing", f"not needed yet: the {port} port is not written")
+
     cuda = torch.version.cuda
     findings = [
         Finding("Python", platform.python_version(), "" if sys.version_info >= (3, 11) else "3.11 or later is needed"),
-        Finding("PyTorch", torch.__version__, "" if cuda else "built without CUDA: for a GPU install a CUDA build"),
-        package("Triton", "triton", "the triton port needs it", "triton"),
-        package("TileLang", "tilelang", "the tilelang port needs it", "tilelang==0.1.13"),
-        package("CuTe DSL", "cutlass_dsl", "the cute port needs it", "nvidia-cutlass-dsl"),
+        Finding("PyTorch", torch.__version__, "" if cuda else NO_CUDA),
+        package_of("triton", "Triton", "triton", "triton"),
+        package_of("tilelang", "TileLang", "tilelang", "tilelang==0.1.13"),
+        package_of("cute", "CuTe DSL", "cutlass_dsl", "nvidia-cutlass-dsl"),
         package("NVML", "nvml", "clocks and throttling are read through it", "nvidia-ml-py"),
         Finding("CUDA of PyTorch", cuda or "none"),
     ]
     driver = driver_version()
-    advice = "" if driver else "without a GPU the triton and reference ports run on the CPU, and all compile"
+    advice = "" if driver else "no GPU is used: the second table says what runs on the CPU"
     findings.append(Finding("NVIDIA driver", driver or "none", advice))
     if here.has_gpu:
         findings.append(Finding("card", f"{here.card}, {here.native}"))
     else:
         found = "none usable" if torch.cuda.is_available() else "none"
         findings.append(Finding("card", found, trouble or _why_no_card(driver)))
-    for tool, purpose in (
-        ("nvcc", "TileLang compiles with it: install the CUDA toolkit and put it on PATH"),
-        ("ncu", "hardware counters come from it: install Nsight Compute and put it on PATH"),
-    ):
-        path = shutil.which(tool)
-        findings.append(Finding(tool, path or "missing", "" if path else purpose))
+    if is_written("tilelang"):
+        path = shutil.which("nvcc")
+        advice = "" if path else "TileLang compiles with it: install the CUDA toolkit and put it on PATH"
+        findings.append(Finding("nvcc", path or "missing", advice))
     return findings
 
 
@@ -121,9 +128,13 @@ def _port(name: str, here: Environment) -> Finding:
         return Finding(name, "compile only" if compiles else "no", str(error))
     except Exception as error:  # the probe is there to find out
         return Finding(name, "no", f"raised {one_line(error)} on one tile; harness run --impl {name} tells more")
+    compiling = "compiles for every target" if type(port).build is not Port.build else ""
     if here.has_gpu:
-        return Finding(name, "native")
-    return Finding(name, "interpreter") if name == "triton" else Finding(name, "CPU")
+        return Finding(name, "native", compiling)
+    if name != "triton":
+        return Finding(name, "CPU", compiling)
+    advice = "the harness sets TRITON_INTERPRET=1; for your own Python set it before Python starts"
+    return Finding(name, "interpreter", "; ".join(filter(None, (compiling, advice))))
 
 
 def _baseline(here: Environment) -> Finding:

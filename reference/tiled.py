@@ -51,7 +51,8 @@ def tiled_forward(
     Source: Dao 2023, "FlashAttention-2", algorithm 1.
     """
     switches = switches or Switches()
-    exp, unit = _exponential(switches)
+    exp, per_nat = _exponential(switches)
+    factor = problem.scale * per_nat
     o = empty_like(q)
     lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device)
 
@@ -63,14 +64,14 @@ def tiled_forward(
 
         for keys in _key_tiles(problem, rows, block_n, switches):
             k_tile, v_tile = (_for_query_heads(x[:, :, keys], problem) for x in (k, v))  # [B, Hq, BLOCK_N, D]
-            s = _dot(q_tile, k_tile.mT) * (problem.scale * unit)  # [B, Hq, BLOCK_M, BLOCK_N]
+            s = _dot(q_tile, k_tile.mT) * factor  # [B, Hq, BLOCK_M, BLOCK_N]
             s = _masked(s, problem, rows, keys, switches)
 
             new_max = torch.maximum(row_max, s.amax(dim=-1))  # [B, Hq, BLOCK_M]
             # -inf - -inf is NaN: a row that has seen no key yet subtracts 0, and its exponentials stay 0.
-            subtract = torch.where(new_max == -math.inf, 0.0, new_max)
-            p = exp(s - subtract[..., None])  # [B, Hq, BLOCK_M, BLOCK_N]
-            rescale = exp(row_max - subtract)  # [B, Hq, BLOCK_M]; 0 at the first tile, 1 where the maximum stays
+            shift = torch.where(new_max == -math.inf, 0.0, new_max)
+            p = exp(s - shift[..., None])  # [B, Hq, BLOCK_M, BLOCK_N]
+            rescale = exp(row_max - shift)  # [B, Hq, BLOCK_M]; 0 at the first tile, 1 where the maximum stays
 
             row_sum = row_sum * rescale + p.sum(dim=-1)
             acc = acc * rescale[..., None] + _dot(p.to(q.dtype), v_tile)
@@ -78,7 +79,7 @@ def tiled_forward(
 
         # The division waits until here: one a row instead of one a score (Dao 2023, section 3.1).
         o[:, :, rows] = (acc / torch.where(row_sum == 0, 1.0, row_sum)[..., None]).to(q.dtype)
-        lse[:, :, rows] = row_max / unit + torch.log(row_sum)
+        lse[:, :, rows] = row_max / per_nat + torch.log(row_sum)
     return o, lse
 
 
@@ -103,7 +104,8 @@ def tiled_backward(
     Source: Dao 2023, "FlashAttention-2", algorithm 2, with `delta = rowsum(do * o) - dlse`.
     """
     switches = switches or Switches()
-    exp, unit = _exponential(switches)
+    exp, per_nat = _exponential(switches)
+    factor = problem.scale * per_nat
     dq_sum = torch.zeros(q.shape, device=q.device)  # [B, Hq, Nq, D] in fp32: every key tile adds to it
     dk, dv = empty_like(k), empty_like(v)
 
@@ -111,7 +113,7 @@ def tiled_backward(
     delta = (do.float() * o.float()).sum(dim=-1)  # [B, Hq, Nq]
     if dlse is not None:
         delta = torch.where(unseen, 0.0, delta - dlse)
-    subtract = torch.where(unseen, 0.0, lse * unit)  # as in the forward pass: -inf - -inf is NaN
+    shift = torch.where(unseen, 0.0, lse * per_nat)  # as in the forward pass: -inf - -inf is NaN
 
     for keys in _all_tiles(problem.len_k, block_n):
         k_tile, v_tile = (_for_query_heads(x[:, :, keys], problem) for x in (k, v))  # [B, Hq, BLOCK_N, D]
@@ -120,9 +122,9 @@ def tiled_backward(
 
         for rows in _query_tiles_that_see(problem, keys, block_m, switches):
             q_tile, do_tile = q[:, :, rows], do[:, :, rows]  # [B, Hq, BLOCK_M, D]
-            s = _dot(q_tile, k_tile.mT) * (problem.scale * unit)  # [B, Hq, BLOCK_M, BLOCK_N]
+            s = _dot(q_tile, k_tile.mT) * factor  # [B, Hq, BLOCK_M, BLOCK_N]
             s = _masked(s, problem, rows, keys, switches)
-            p = exp(s - subtract[:, :, rows, None])  # [B, Hq, BLOCK_M, BLOCK_N]
+            p = exp(s - shift[:, :, rows, None])  # [B, Hq, BLOCK_M, BLOCK_N]
 
             dv_acc += _dot(p.to(q.dtype).mT, do_tile)
             dp = _dot(do_tile, v_tile.mT)  # [B, Hq, BLOCK_M, BLOCK_N]
@@ -137,7 +139,7 @@ def tiled_backward(
 
 
 def _exponential(switches: Switches) -> tuple[Callable[[torch.Tensor], torch.Tensor], float]:
-    """The exponential, and the unit of its argument: with exp2 the scores are scaled by log2(e) as well.
+    """The exponential, and how much its argument grows a nat: exp(x) = exp2(x · log2(e)).
 
     The hardware has exp2 only; `exp(x)` costs a multiplication more for every score.
     """

@@ -13,7 +13,7 @@ from common import Port, Unsupported
 from harness.doctor import doctor
 from harness.environment import CPU
 from harness.options import Format
-from harness.provenance import git_commit, sources_hash
+from harness.provenance import git_commit, package_versions, sources_hash
 
 from .fakes import FakePort
 from .test_cli import harness, skip_without_interpreter
@@ -34,7 +34,9 @@ def test_it_tells_what_is_installed_and_what_can_run(tmp_path: Path) -> None:
     assert found["PyTorch"][0] == torch.__version__
     assert found["card"][0] == "none"
     assert found["triton"][0] == "interpreter"
-    assert found["reference"][0] == "CPU"
+    assert found["reference"] == ["CPU", ""]
+    assert "TRITON_INTERPRET=1" in found["triton"][1]
+    assert "compiles" in found["triton"][1]
     assert found["sdpa_flash (baseline)"] == ["no", "SDPA's flash backend needs a CUDA device"]
     report = json.loads(path.read_text())
     assert (report["schema"], report["kind"]) == (1, "doctor")
@@ -72,6 +74,19 @@ def test_a_port_that_only_compiles_says_why(
     assert found["tilelang"][0] == "compile only"
     assert "its kernels need a CUDA device" in found["tilelang"][1]
     assert found["cute"] == ["no", "could not be imported: OSError: libcuda.so.1 is missing"]
+
+
+@pytest.mark.parametrize(("written", "advice"), [(False, "not needed yet"), (True, "pip install tilelang")])
+def test_a_package_is_advised_only_for_a_port_that_is_written(
+    written: bool, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("harness.doctor.is_written", lambda name: written)
+    monkeypatch.setattr("harness.doctor.package_versions", lambda: dict.fromkeys(package_versions()))
+    doctor(None, Format.TEXT, CPU)
+    found = rows(capsys.readouterr().out)
+    assert found["TileLang"][0] == "missing"
+    assert advice in found["TileLang"][1]
+    assert ("nvcc" in found) == written
 
 
 def test_sources_are_hashed_by_content_and_the_commit_is_known() -> None:

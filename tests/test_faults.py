@@ -76,8 +76,8 @@ FAULTS = [
     Fault(
         "scale-applied-twice",
         "forward.py",
-        "scale *= LOG2_E",
-        "scale *= scale * LOG2_E",
+        "factor = scale * LOG2_E if EXP2",
+        "factor = scale * scale * LOG2_E if EXP2",
         SCALE,
         frozenset({"o", "lse"}),
     ),

@@ -17,6 +17,7 @@ import triton
 
 from common import Build, Direction, Mask, Problem, Target, Tile, Unsupported, port
 from triton_impl import budget
+from triton_impl.launch import row_tile
 
 from .triton_builds import Request
 
@@ -108,10 +109,6 @@ def kernels(answers: dict[str, Any], request: Request) -> list[Build]:
     ]
 
 
-def stages(build: Build) -> int:
-    return budget.dq_tile(build.tile).stages if build.kernel == "dq_kernel" else build.tile.stages
-
-
 @pytest.mark.parametrize("request_", SHIPPED, ids=str)
 def test_shipped_tiles_build_with_the_targets_instructions_inside_its_shared_memory(
     answers: dict[str, Any], request_: Request
@@ -121,14 +118,20 @@ def test_shipped_tiles_build_with_the_targets_instructions_inside_its_shared_mem
     names = ["forward_kernel"] if request_.direction == "forward" else ["prepare_kernel", "dkdv_kernel", "dq_kernel"]
     assert [one.kernel for one in built] == names
     best = TRITON.tiles(request_.problem, target, request_.direction)[0]
+    tiles = {
+        "forward_kernel": best,
+        "dkdv_kernel": dataclasses.replace(best, extra=()),
+        "dq_kernel": budget.dq_tile(best),
+        "prepare_kernel": row_tile(request_.problem),
+    }
     for one in built:
-        assert (one.target, one.tile, one.ptx) == (target.name, best, f".target {target.sm}")
+        assert (one.target, one.tile, one.ptx) == (target.name, tiles[one.kernel], f".target {target.sm}")
         assert 0 < one.registers <= 255
         assert one.shared <= target.smem_per_block
         if one.kernel != "prepare_kernel":
             assert target.instruction in one.instructions
             assert not {"mma.sync", "wgmma", "tcgen05"} - {target.instruction} & set(one.instructions)
-            assert ("cp.async" in one.instructions) == (stages(one) > 1)
+            assert ("cp.async" in one.instructions) == (one.tile.stages > 1)
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
@@ -137,8 +140,10 @@ def test_the_budget_is_what_the_build_takes_and_at_most_half_as_much_again(
 ) -> None:
     built = {one.kernel: one for one in kernels(answers, request_)}
     target = Target.named(request_.target)
-    any_tile = next(iter(built.values())).tile
-    parts = budget.shared_memory(request_.problem, target, request_.direction, any_tile)
+    tile = TRITON.tiles(request_.problem, target, request_.direction)[0]
+    if request_.tile is not None:
+        tile = Tile(**request_.tile)
+    parts = budget.shared_memory(request_.problem, target, request_.direction, tile)
     assert set(parts) == set(built) - {"prepare_kernel"}
     for kernel, sizes in parts.items():
         assert built[kernel].shared <= sum(sizes.values()) <= 1.5 * built[kernel].shared, (kernel, sizes)
@@ -152,7 +157,7 @@ def test_no_tile_for_a_geforce_card_leaves_mma_sync(answers: dict[str, Any], req
         if one.kernel != "prepare_kernel":
             # IEEE fp32 has no matrix instruction at all.
             assert ("mma.sync" in one.instructions) == (request_.dtype != "fp32")
-            assert ("cp.async" in one.instructions) == (stages(one) > 1)
+            assert ("cp.async" in one.instructions) == (one.tile.stages > 1)
 
 
 # Bytes of stack and local memory a thread that the shipped tiles take on sm_89 for a causal bf16 problem, by head_dim
@@ -196,6 +201,9 @@ def test_an_interpreting_process_builds_in_a_fresh_one() -> None:
     assert "mma.sync" in built.instructions
     assert ".target sm_89" in built.ptx
     assert built.seconds > 0
+    assert built.ptx not in repr(built)
+    (again,) = TRITON.build(problem, Target.named("ada"), "forward", tile=Tile(16, 16, warps=1, stages=1))
+    assert again.cached
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

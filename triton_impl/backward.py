@@ -13,11 +13,15 @@ takes dS through shared memory for that product, and dq through it again for the
 In dkdv_kernel the scores are computed transposed, `Sᵀ = K Qᵀ [BLOCK_N, BLOCK_M]`, so that Pᵀ and dSᵀ are the left
 operands of the next products straight from registers.
 
+`shift` is what is subtracted before the exponential, here the lse in the units of the exponential; `factor` is what
+Q Kᵀ is multiplied by before it. A ∘ B is the product element by element.
+
 Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`; lse, delta, shift `(B, Hq, Nq)` in fp32.
 dk and dv of a head are summed over the group of query heads that share it, in one program and in order.
 The rungs are those of the forward.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -39,7 +43,7 @@ def prepare_kernel(
     EXP2: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """delta, and the lse as the other kernels subtract it."""
-    tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, 1, False, False)
+    tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, 1, False, False)  # rows are read once: any order will do
     batch = (head // heads_q).to(tl.int64)
     head_q = (head % heads_q).to(tl.int64)
     row_begin = tile * BLOCK_M
@@ -64,13 +68,13 @@ def prepare_kernel(
 
 
 @triton.jit
-def gather(
+def walk_queries(
     dk, dv, k, v, q_base, do_base, delta_base, shift_base, q_n, do_n, q_offsets, do_offsets, begin, end,
-    key_begin, len_q, len_k, low, high, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    key_begin, len_q, len_k, low, high, factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
     EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The walk over the query tiles of `[begin, end)`, gathering dk and dv of one tile of keys."""
+    """The walk over the query tiles of `[begin, end)`, adding up dk and dv of one tile of keys."""
     for row_begin in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         row_begin = tl.multiple_of(row_begin, BLOCK_M)
         rows = row_begin + tl.arange(0, BLOCK_M)
@@ -78,7 +82,7 @@ def gather(
         inside = rows < len_q if MASKED else None
         shift = tl.load(shift_base + rows, mask=inside, other=float("inf") if MASKED else None)
         s_t = dot(k, tl.trans(q), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
-        p_t = tl.math.exp2(s_t * scale - shift[None, :]) if EXP2 else tl.exp(s_t * scale - shift[None, :])
+        p_t = tl.math.exp2(s_t * factor - shift[None, :]) if EXP2 else tl.exp(s_t * factor - shift[None, :])
         if MASKED:
             keys = key_begin + tl.arange(0, BLOCK_N)
             seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
@@ -102,6 +106,7 @@ def dkdv_kernel(
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv. heads: B·Hkv."""
+    # section: so many key heads are worked on at a time, as in the forward. The heavy tiles of keys are the first ones.
     tile, head = schedule(tl.cdiv(len_k, BLOCK_N), heads, section, False, ORDER)
     batch = (head // heads_kv).to(tl.int64)
     head_kv = (head % heads_kv).to(tl.int64)
@@ -117,13 +122,16 @@ def dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
-    # A key is seen by the queries of the transposed band.
+    # The band transposed: i + low <= j <= i + high says of a key j that j - high <= i <= j - low. So the bounds are
+    # exchanged and negated, HAS_LOW and HAS_HIGH exchanged as well.
     begin, full_begin, full_end, end = tile_range(
         key_begin, tl.minimum(key_begin + BLOCK_N, len_k) - 1, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP,
         EDGES,
     )  # fmt: skip
     if key_begin + BLOCK_N > len_k:
-        # Keys past the end score 0, and exp(0 - lse) may be infinite: every tile is an edge.
+        # Keys past the end score 0, and exp(0 - lse) may be infinite. Here they are in the tile that is owned, which
+        # meets every tile of queries, so all of these are edges. In the forward and in dq_kernel they are in the last
+        # tile of the walk, which tile_range counts among the edges.
         full_begin = begin
         full_end = begin
     factor = scale * LOG2_E if EXP2 else scale
@@ -132,9 +140,10 @@ def dkdv_kernel(
         q_base = Q + (batch * q_b + head_q * q_h) * UNIT
         do_base = DO + (batch * do_b + head_q * do_h) * UNIT
         row_base = (batch * heads_kv * group + head_q) * len_q
-        for part in tl.static_range(3):  # the edge before the interior, the interior, the edge after it
+        # The parts are the forward's; under the transposed band it is HAS_HIGH that makes an edge at the beginning.
+        for part in tl.static_range(3):
             if part == 2 or (EDGES and (part == 1 or HAS_HIGH)):
-                dk, dv = gather(
+                dk, dv = walk_queries(
                     dk, dv, k, v, q_base, do_base, DELTA + row_base, SHIFT + row_base,
                     q_n * UNIT, do_n * UNIT, q_offsets, do_offsets,
                     begin if part == 0 else full_begin if part == 1 else full_end,
@@ -152,19 +161,19 @@ def dkdv_kernel(
 
 
 @triton.jit
-def scatter(
+def walk_keys(
     dq, q, do, shift, delta, k_base, v_base, k_n, v_n, k_offsets, v_offsets, begin, end, row_begin, len_k, low, high,
-    scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The walk over the key tiles of `[begin, end)`, gathering dq of one tile of queries."""
+    """The walk over the key tiles of `[begin, end)`, adding up dq of one tile of queries."""
     for key_begin in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         key_begin = tl.multiple_of(key_begin, BLOCK_N)
         k = load_rows(k_base, k_n, key_begin, len_k, k_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         v = load_rows(v_base, v_n, key_begin, len_k, v_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
-        p = tl.math.exp2(s * scale - shift[:, None]) if EXP2 else tl.exp(s * scale - shift[:, None])
+        p = tl.math.exp2(s * factor - shift[:, None]) if EXP2 else tl.exp(s * factor - shift[:, None])
         if MASKED:
             rows = row_begin + tl.arange(0, BLOCK_M)
             keys = key_begin + tl.arange(0, BLOCK_N)
@@ -184,6 +193,7 @@ def dq_kernel(
     EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq. heads: B·Hq."""
+    # section: so many heads are worked on at a time, as in the forward.
     tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, section, HAS_HIGH, ORDER)
     batch = (head // heads_q).to(tl.int64)
     head_q = (head % heads_q).to(tl.int64)
@@ -209,9 +219,9 @@ def dq_kernel(
     begin, full_begin, full_end, end = tile_range(
         row_begin, tl.minimum(row_begin + BLOCK_M, len_q) - 1, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
     )
-    for part in tl.static_range(3):  # the edge before the interior, the interior, the edge after it
+    for part in tl.static_range(3):  # the parts are the forward's
         if part == 2 or (EDGES and (part == 1 or HAS_LOW)):
-            dq = scatter(
+            dq = walk_keys(
                 dq, q, do, shift, delta, k_base, v_base, k_n * UNIT, v_n * UNIT, k_offsets, v_offsets,
                 begin if part == 0 else full_begin if part == 1 else full_end,
                 full_begin if part == 0 else full_end if part == 1 else end,
@@ -240,19 +250,18 @@ def plan_backward(
 
     rows = row_tile(problem)
     unit, numbers = strides((do, like_q), (o, like_q))
-    prepare = Launch(
+    prepare_launch = Launch(
         prepare_kernel,
         grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
         numbers=(*numbers, problem.heads_q, heads, problem.len_q),
         constants=constants(prepare_kernel, problem, rows, switches, unit, (do, o), HAS_DLSE=has_dlse),
-        warps=rows.warps,
-        stages=rows.stages,
+        tile=rows,
     )
 
     unit, numbers = strides(
         (do, like_q), (q, like_q), (k, like_k), (v, like_k), (dk, like_k), (dv, like_k)
     )  # fmt: skip
-    dkdv = Launch(
+    dkdv_launch = Launch(
         dkdv_kernel,
         grid=triton.cdiv(problem.len_k, tile.block_n) * problem.batch * problem.heads_kv,
         numbers=(
@@ -264,21 +273,19 @@ def plan_backward(
             *band,
         ),
         constants=constants(dkdv_kernel, problem, tile, switches, unit, (do, q, k, v, dk, dv)),
-        warps=tile.warps,
-        stages=tile.stages,
+        tile=replace(tile, extra=()),
     )
 
-    tile = dq_tile(tile)
+    own = dq_tile(tile)
     unit, numbers = strides((do, like_q), (q, like_q), (k, like_k), (v, like_k), (dq, like_q))
-    queries = Launch(
+    dq_launch = Launch(
         dq_kernel,
-        grid=triton.cdiv(problem.len_q, tile.block_m) * heads,
+        grid=triton.cdiv(problem.len_q, own.block_m) * heads,
         numbers=(*numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group, *band),
-        constants=constants(dq_kernel, problem, tile, switches, unit, (do, q, k, v, dq)),
-        warps=tile.warps,
-        stages=tile.stages,
+        constants=constants(dq_kernel, problem, own, switches, unit, (do, q, k, v, dq)),
+        tile=own,
     )
-    return prepare, dkdv, queries
+    return prepare_launch, dkdv_launch, dq_launch
 
 
 def backward(
@@ -290,8 +297,9 @@ def backward(
     delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
     shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
     layouts = (tensor.stride() for tensor in (do, q, k, v, o, dq, dk, dv))
-    prepare, dkdv, queries = plan_backward(problem, tile, switches, dlse is not None, *layouts)
-    prepare.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift)
-    dkdv.run(target, do, q, k, v, delta, shift, dk, dv)
-    queries.run(target, do, q, k, v, delta, shift, dq)
+    prepare_launch, dkdv_launch, dq_launch = plan_backward(problem, tile, switches, dlse is not None, *layouts)
+    # Without a dlse the kernel has no code that reads it (HAS_DLSE), but the argument is there: any pointer will do.
+    prepare_launch.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift)
+    dkdv_launch.run(target, do, q, k, v, delta, shift, dk, dv)
+    dq_launch.run(target, do, q, k, v, delta, shift, dq)
     return dq, dk, dv

@@ -42,9 +42,9 @@ def plan(
     x, lse = problem.dtype, torch.float32
     if direction == "forward":
         return [(plan_forward(problem, tile, switches, q, k, k, q), (x, x, x, x, lse))]
-    prepare, dkdv, queries = plan_backward(problem, tile, switches, False, q, q, k, k, q, q, k, k)
+    prepare, dkdv, dq = plan_backward(problem, tile, switches, False, q, q, k, k, q, q, k, k)
     walk = (x, x, x, x, lse, lse)
-    return [(prepare, (x, x, lse, lse, lse, lse)), (dkdv, (*walk, x, x)), (queries, (*walk, x))]
+    return [(prepare, (x, x, lse, lse, lse, lse)), (dkdv, (*walk, x, x)), (dq, (*walk, x))]
 
 
 def build(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> list[Build]:
@@ -52,10 +52,10 @@ def build(problem: Problem, target: Target, direction: Direction, tile: Tile, sw
     if INTERPRET:
         # An interpreting process holds no kernels that compile.
         return _in_fresh_process(problem, target, direction, tile, switches)
-    return [_compile(launch, dtypes, target, tile) for launch, dtypes in plan(problem, direction, tile, switches)]
+    return [_compile(launch, dtypes, target) for launch, dtypes in plan(problem, direction, tile, switches)]
 
 
-def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target, tile: Tile) -> Build:
+def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target) -> Build:
     # As at a launch: pointers start on 16 bytes, and integers are not specialised on (RUN_TIME).
     types = [_POINTERS[dtype] for dtype in dtypes]
     types += ["fp32" if isinstance(x, float) else "i32" if x < 2**31 else "i64" for x in launch.numbers]
@@ -63,13 +63,16 @@ def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target, ti
     signature = dict(zip(launch.kernel.arg_names, types, strict=True))
     attributes = {(index,): [["tt.divisibility", 16]] for index in range(len(dtypes))}
     source = ASTSource(launch.kernel, signature, dict(launch.constants), attributes)
+    cache_hits: list[bool] = []
     begin = time.perf_counter()
     try:
-        compiled = triton.compile(
-            source,
-            target=GPUTarget("cuda", target.capability, 32),
-            options={"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True},
-        )
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.listener = lambda *, cache_hit, **_: cache_hits.append(cache_hit)
+            compiled = triton.compile(
+                source,
+                target=GPUTarget("cuda", target.capability, 32),
+                options={"num_warps": launch.tile.warps, "num_stages": launch.tile.stages, "enable_fp_fusion": True},
+            )
     except Exception as error:  # the compiler raises many kinds
         reason = str(error).strip().splitlines()
         raise Unsupported(f"Triton cannot compile {launch.kernel.__name__} for {target}: {reason[0]}") from error
@@ -79,12 +82,13 @@ def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target, ti
     return Build(
         kernel=launch.kernel.__name__,
         target=target.name,
-        tile=tile,
+        tile=launch.tile,
         shared=compiled.metadata.shared,
         registers=usage["REG"],
         spills=usage["LOCAL"] + usage["STACK"],
         instructions=tuple(name for name, pattern in _INSTRUCTIONS.items() if re.search(pattern, ptx)),
         seconds=seconds,
+        cached=any(cache_hits),
         ptx=ptx,
     )
 

@@ -2,12 +2,17 @@
 
 One program owns BLOCK_M queries of one head, and walks over the keys in tiles of BLOCK_N (Dao 2023, algorithm 1):
 
-    S = Q Kᵀ                                  scores, [BLOCK_M, BLOCK_N]
+    S = scale · Q Kᵀ                          scores, [BLOCK_M, BLOCK_N]
+    S = -inf where the mask hides a key       so that its exponential is 0
     row_max', P = max(row_max, S), exp(S - row_max')
     acc     = acc · exp(row_max - row_max') + P V     [BLOCK_M, BLOCK_D]
     row_sum = row_sum · exp(row_max - row_max') + rowsum(P)
 
-and at the end `o = acc / row_sum`, `lse = row_max + log(row_sum)`.
+and at the end `o = acc / row_sum`, `lse = row_max + log(row_sum)`. The mask enters twice: `tile_range` says which tiles
+are visited and which of these are edges, `visible` which pairs of an edge tile count.
+
+`shift` is what is subtracted before the exponential, `factor` what Q Kᵀ is multiplied by before it: `scale`, and under
+EXP2 `scale · log2(e)`.
 
 Shapes: q, o `(B, Hq, Nq, D)`; k, v `(B, Hkv, Nk, D)`; lse `(B, Hq, Nq)`, fp32.
 
@@ -35,7 +40,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def attend(
     acc, row_max, row_sum, q, k_base, v_base, k_n, v_n, k_offsets, v_offsets, begin, end, row_begin, len_k, low, high,
-    scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -45,19 +50,20 @@ def attend(
         k = load_rows(k_base, k_n, key_begin, len_k, k_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
         if not EXP2:
-            s *= scale
+            s *= factor
         if MASKED:
             rows = row_begin + tl.arange(0, BLOCK_M)
             keys = key_begin + tl.arange(0, BLOCK_N)
             s = tl.where(visible(rows[:, None], keys[None, :], len_k, low, high, HAS_LOW, HAS_HIGH), s, float("-inf"))
 
-        # Under EXP2 `scale` carries log2(e) and row_max is in those units: one multiply-add before each exp2.
+        # Under EXP2 row_max is in the units of exp2, and s waits for its factor (which is > 0, so that the maximum may
+        # come first): one multiply-add before each exp2.
         tile_max = tl.max(s, 1)
-        new_max = tl.maximum(row_max, tile_max * scale if EXP2 else tile_max)  # [BLOCK_M]
+        new_max = tl.maximum(row_max, tile_max * factor if EXP2 else tile_max)  # [BLOCK_M]
         # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         if EXP2:
-            p = tl.math.exp2(s * scale - shift[:, None])
+            p = tl.math.exp2(s * factor - shift[:, None])
             rescale = tl.math.exp2(row_max - shift)
         else:
             p = tl.exp(s - shift[:, None])
@@ -81,6 +87,7 @@ def forward_kernel(
 ):  # fmt: skip
     """One tile of queries. Strides count UNIT elements: a product with a constant 8 tells the compiler that rows start
     on 16 bytes, whatever D is. heads: B·Hq; group: Hq/Hkv; low, high: the band of `Mask.band`."""
+    # section: so many heads are worked on at a time, those whose keys and values fit in L2 together.
     tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, section, HAS_HIGH, ORDER)
     batch = (head // heads_q).to(tl.int64)
     head_q = (head % heads_q).to(tl.int64)
@@ -98,18 +105,20 @@ def forward_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if EXP2:
-        scale *= LOG2_E
+    factor = scale * LOG2_E if EXP2 else scale
     begin, full_begin, full_end, end = tile_range(
         row_begin, tl.minimum(row_begin + BLOCK_M, len_q) - 1, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
     )
-    for part in tl.static_range(3):  # the edge before the interior, the interior, the edge after it
+    # Part 0 is the edge before the interior, 1 the interior, 2 the edge after it. Only a lower bound makes an edge at
+    # the beginning: without HAS_LOW part 0 would be empty. Without EDGES tile_range gives full_begin = full_end =
+    # begin, and part 2 is the whole walk, every tile masked.
+    for part in tl.static_range(3):
         if part == 2 or (EDGES and (part == 1 or HAS_LOW)):
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q, k_base, v_base, k_n * UNIT, v_n * UNIT, k_offsets, v_offsets,
                 begin if part == 0 else full_begin if part == 1 else full_end,
                 full_begin if part == 0 else full_end if part == 1 else end,
-                row_begin, len_k, low, high, scale, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW, HAS_HIGH,
+                row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW, HAS_HIGH,
                 part != 1, EXP2, PRECISION, INTERPRET,
             )  # fmt: skip
 
@@ -139,8 +148,7 @@ def plan_forward(
             problem.len_q, problem.len_k, low or 0, high or 0, problem.scale,
         ),
         constants=constants(forward_kernel, problem, tile, switches, unit, (q, k, v, o)),
-        warps=tile.warps,
-        stages=tile.stages,
+        tile=tile,
     )  # fmt: skip
 
 

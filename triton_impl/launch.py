@@ -37,15 +37,14 @@ class Launch:
     """One kernel and all it is given but its tensors: made once for a problem, its layouts, tile and switches.
 
     numbers: the arguments after the tensors. constants: the compile-time constants, by name in the kernel's order.
-    compiled: what it was compiled to, by target, device and alignment of the tensors.
+    tile: this kernel's own. compiled: what it was compiled to, by target, device and alignment of the tensors.
     """
 
     kernel: Any
     grid: int
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]
-    warps: int
-    stages: int
+    tile: Tile
     compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, target: Target, *tensors: torch.Tensor) -> None:
@@ -68,7 +67,7 @@ class Launch:
         if compiled is not None:  # past Triton's own dispatch, which looks at every argument anew
             compiled[self.grid, 1, 1](*tensors, *self.numbers, *self.constants.values())
             return
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        options: dict[str, Any] = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
         if not INTERPRET:
             options["enable_fp_fusion"] = (
                 True  # from Triton 3.10 on scale and shift are not one multiply-add by default
@@ -148,7 +147,7 @@ def block_d(problem: Problem) -> int:
 
 
 def row_tile(problem: Problem) -> Tile:
-    """The tile of the kernels that only stream rows: about 8,192 elements."""
+    """The tile of the kernels that only stream rows: about 8,192 elements; they have no use for its block_n."""
     return Tile(block_m=max(16, min(128, 8192 // block_d(problem))), block_n=16, warps=4, stages=1)
 
 
