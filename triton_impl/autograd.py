@@ -18,6 +18,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     q, k, v, o and the lse are saved for the backward pass, and the lse is the only one of shape `(B, Nq)`.
     is_causal aligns the last query with the last key (`Mask.causal()`, the convention of FlashAttention-2), which is
     the same as aligning the first ones only when Nq = Nk.
+    The tensors are CUDA's; CPU tensors need TRITON_INTERPRET=1 in the environment before Python starts.
 
     Raises TypeError/ValueError for other types and shapes, naming the argument. Source: Dao 2023.
     """
