@@ -64,11 +64,17 @@ def prepare_kernel(
 
 
 @triton.jit
+def without_unseeing(x, shift):
+    """Rows that see no key as zeros: their P is 0, but what a caller put there may be NaN, and 0 · NaN is NaN."""
+    return tl.where((shift == float("inf"))[:, None], 0.0, x).to(x.dtype)
+
+
+@triton.jit
 def gather(
     dk, dv, k, v, q_base, do_base, delta_base, shift_base, q_n, do_n, q_offsets, do_offsets, begin, end,
     key_begin, len_q, len_k, low, high, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
-    EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    UNSEEING: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The walk over the query tiles of `[begin, end)`, gathering dk and dv of one tile of keys."""
     for row_begin in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
@@ -84,6 +90,8 @@ def gather(
             seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
             p_t = tl.where(seen, p_t, 0.0)
         do = load_rows(do_base, do_n, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        if UNSEEING and MASKED:
+            q, do = without_unseeing(q, shift), without_unseeing(do, shift)
         dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         dp_t = dot(v, tl.trans(do), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
         delta = tl.load(delta_base + rows, mask=inside, other=0.0 if MASKED else None)
@@ -97,8 +105,8 @@ def dkdv_kernel(
     DO, Q, K, V, DELTA, SHIFT, DK, DV, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, heads_kv, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, UNSEEING: tl.constexpr,
+    SKIP: tl.constexpr, EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv. heads: B·Hkv."""
@@ -140,7 +148,7 @@ def dkdv_kernel(
                     begin if part == 0 else full_begin if part == 1 else full_end,
                     full_begin if part == 0 else full_end if part == 1 else end,
                     key_begin, len_q, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW,
-                    HAS_HIGH, part != 1, EXP2, PRECISION, INTERPRET,
+                    HAS_HIGH, part != 1, UNSEEING, EXP2, PRECISION, INTERPRET,
                 )  # fmt: skip
 
     dk_base = DK + (batch * dk_b + head_kv * dk_h) * UNIT
@@ -180,8 +188,9 @@ def dq_kernel(
     DO, Q, K, V, DELTA, SHIFT, DQ, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dq_b, dq_h, dq_n,
     heads_q, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, UNSEEING: tl.constexpr,
+    SKIP: tl.constexpr, EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq. heads: B·Hq."""
     tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, section, HAS_HIGH, ORDER)
@@ -203,6 +212,8 @@ def dq_kernel(
     row_base = head.to(tl.int64) * len_q
     shift = tl.load(SHIFT + row_base + rows, mask=rows < len_q, other=float("inf"))  # [BLOCK_M]
     delta = tl.load(DELTA + row_base + rows, mask=rows < len_q, other=0.0)  # [BLOCK_M]
+    if UNSEEING:
+        q, do = without_unseeing(q, shift), without_unseeing(do, shift)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     factor = scale * LOG2_E if EXP2 else scale
@@ -239,17 +250,17 @@ def plan_backward(
     like_q, like_k = problem.q_shape, problem.kv_shape
 
     rows = row_tile(problem)
-    unit, numbers = strides((do, like_q), (o, like_q))
+    how, numbers = strides((do, like_q), (o, like_q))
     prepare = Launch(
         prepare_kernel,
         grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
         numbers=(*numbers, problem.heads_q, heads, problem.len_q),
-        constants=constants(prepare_kernel, problem, rows, switches, unit, (do, o), HAS_DLSE=has_dlse),
+        constants=constants(prepare_kernel, problem, rows, switches, HAS_DLSE=has_dlse, **how),
         warps=rows.warps,
         stages=rows.stages,
     )
 
-    unit, numbers = strides(
+    how, numbers = strides(
         (do, like_q), (q, like_q), (k, like_k), (v, like_k), (dk, like_k), (dv, like_k)
     )  # fmt: skip
     dkdv = Launch(
@@ -263,18 +274,18 @@ def plan_backward(
             heads_in_l2(problem),
             *band,
         ),
-        constants=constants(dkdv_kernel, problem, tile, switches, unit, (do, q, k, v, dk, dv)),
+        constants=constants(dkdv_kernel, problem, tile, switches, **how),
         warps=tile.warps,
         stages=tile.stages,
     )
 
     tile = dq_tile(tile)
-    unit, numbers = strides((do, like_q), (q, like_q), (k, like_k), (v, like_k), (dq, like_q))
+    how, numbers = strides((do, like_q), (q, like_q), (k, like_k), (v, like_k), (dq, like_q))
     queries = Launch(
         dq_kernel,
         grid=triton.cdiv(problem.len_q, tile.block_m) * heads,
         numbers=(*numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group, *band),
-        constants=constants(dq_kernel, problem, tile, switches, unit, (do, q, k, v, dq)),
+        constants=constants(dq_kernel, problem, tile, switches, **how),
         warps=tile.warps,
         stages=tile.stages,
     )
