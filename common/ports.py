@@ -17,7 +17,7 @@ from .problem import DTYPE_NAMES, Direction, Problem, check_direction
 from .target import ADA, Target
 from .tile import Switches, Tile
 
-__all__ = ["Build", "Port", "Unsupported", "check_tensors", "port", "port_names"]
+__all__ = ["Build", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
 
 # name: (module, class, how to get the package it needs)
 _PORTS = {
@@ -278,6 +278,13 @@ def dtype_reason(name: str, problem: Problem, dtypes: tuple[torch.dtype, ...]) -
 def port_names() -> tuple[str, ...]:
     """The names `port` knows, whether or not they can run here."""
     return tuple(_PORTS)
+
+
+def port_package(name: str) -> str:
+    """The package that the port of that name lives in, without importing it. Raises ValueError for another name."""
+    if name not in _PORTS:
+        raise ValueError(f"impl must be one of {', '.join(_PORTS)}, got {name!r}")
+    return _PORTS[name][0].split(".")[0]
 
 
 def port(name: str) -> Port:
