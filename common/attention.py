@@ -8,9 +8,10 @@ from functools import lru_cache
 import torch
 from torch.autograd.function import once_differentiable
 
+from .buffers import empty_like
 from .errors import check_type
 from .mask import Corner, Mask
-from .ports import port
+from .ports import port, unit_stride
 from .problem import Problem
 from .tile import Switches
 
@@ -87,6 +88,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, problem, port, deterministic):  # type: ignore[no-untyped-def]
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)  # the backward takes the same copies
         o, lse = port.forward(q, k, v, problem, switches=_switches(q))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -123,7 +125,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, left, right, corner, scale, impl, deterministic):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("fa2::backward", mutates_args=())
@@ -148,7 +150,7 @@ def _backward(
 
 @_backward.register_fake
 def _(do, dlse, q, k, v, o, lse, left, right, corner, scale, impl, deterministic):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]

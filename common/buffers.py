@@ -25,14 +25,17 @@ def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised dense tensor of the shape, dtype and order of dimensions of `tensor`.
+    """An uninitialised dense tensor of the shape, dtype and order of dimensions of `tensor`, its last stride 1.
 
-    So the output for a `(B, N, H, D)` tensor seen through `transpose(1, 2)` is such a view as well.
+    So the output for a `(B, N, H, D)` tensor seen through `transpose(1, 2)` is such a view as well. Where the last
+    dimension of `tensor` is not its innermost, the result is contiguous.
     """
     guard: GuardedBuffers | None = getattr(_state, "guard", None)
-    if guard is None:
-        return torch.empty_like(tensor)
-    return guard.allocate(torch.empty_like(tensor, device="meta"), tensor.device)
+    device = tensor.device if guard is None else "meta"
+    like = torch.empty_like(tensor, device=device)
+    if tensor.stride(-1) != 1 or like.stride(-1) != 1:  # the second: rows that overlap have no order to go by
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return like if guard is None else guard.allocate(like, tensor.device)
 
 
 class GuardedBuffers:

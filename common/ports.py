@@ -18,7 +18,7 @@ from .problem import DTYPE_NAMES, Direction, Problem, check_direction
 from .target import ADA, Target
 from .tile import Switches, Tile
 
-__all__ = ["Build", "Port", "Unsupported", "check_tensors", "port", "port_names"]
+__all__ = ["Build", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
 
 # name: (module, class, how to get the package it needs)
 _PORTS = {
@@ -88,8 +88,10 @@ def _with_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor if tensor.dim() == dim else tensor.unsqueeze(1)
 
 
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    # Kernels read rows of D contiguous elements. Anything else is copied, once, here.
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as kernels read it, rows of D contiguous elements: itself, or else a copy."""
+    if tensor.is_neg():  # a view that stands for its negative
+        tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -154,7 +156,7 @@ class Port(ABC):
             o = empty_like(q).zero_()
             lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device).fill_(-math.inf)
             return o, lse
-        q4, k4, v4 = (_unit_stride(_with_heads(t, 4)) for t in (q, k, v))
+        q4, k4, v4 = (unit_stride(_with_heads(t, 4)) for t in (q, k, v))
         o, lse = self._forward(q4, k4, v4, problem, target, tile, switches)
         return (o, lse) if q.dim() == 4 else (o.squeeze(1), lse.squeeze(1))
 
@@ -188,9 +190,9 @@ class Port(ABC):
         target, tile, switches = self._plan(problem, "backward", q.device, target, tile, switches)
         if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
             return empty_like(q).zero_(), empty_like(k).zero_(), empty_like(v).zero_()
-        do4, q4, k4, v4, o4 = (_unit_stride(_with_heads(t, 4)) for t in (do, q, k, v, o))
-        lse3 = _with_heads(lse, 3).contiguous()
-        dlse3 = None if dlse is None else _with_heads(dlse, 3).contiguous()
+        do4, q4, k4, v4, o4 = (unit_stride(_with_heads(t, 4)) for t in (do, q, k, v, o))
+        lse3 = _with_heads(lse, 3).resolve_neg().contiguous()
+        dlse3 = None if dlse is None else _with_heads(dlse, 3).resolve_neg().contiguous()
         dq, dk, dv = self._backward(do4, dlse3, q4, k4, v4, o4, lse3, problem, target, tile, switches, deterministic)
         return (dq, dk, dv) if q.dim() == 4 else (dq.squeeze(1), dk.squeeze(1), dv.squeeze(1))
 
@@ -281,9 +283,16 @@ def port_names() -> tuple[str, ...]:
     return tuple(_PORTS)
 
 
+def port_package(name: str) -> str:
+    """The package that the port of that name lives in, without importing it. Raises ValueError for another name."""
+    if name not in _PORTS:
+        raise ValueError(f"impl must be one of {', '.join(_PORTS)}, got {name!r}")
+    return _PORTS[name][0].split(".")[0]
+
+
 def is_written(name: str) -> bool:
     """Whether the port of that name is here at all; the package it needs may still be missing."""
-    return importlib.util.find_spec(_PORTS[name][0].split(".")[0]) is not None
+    return importlib.util.find_spec(port_package(name)) is not None
 
 
 def port(name: str) -> Port:

@@ -17,6 +17,7 @@ Direction = Literal["forward", "backward"]
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 FP32 = torch.finfo(torch.float32)
+SCALE_MAX = FP32.max / 2
 LEN_MAX = 2**31 - 1 - 2 * 256  # positions, rounded up to a tile, stay in 32 bits
 
 
@@ -24,9 +25,9 @@ def check_scale(scale: object) -> float:
     """`scale` as a float. Raises TypeError when it is no number, ValueError unless it is finite and > 0."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    # Kernels take it in fp32, where 1e39 would be infinite and 1e-46 zero.
-    if not FP32.tiny <= scale <= FP32.max:
-        raise ValueError(f"scale must be finite and > 0 in fp32, {FP32.tiny:.3g} to {FP32.max:.3g}, got {scale}")
+    # Kernels take it in fp32, times log2(e): 1e39 would be infinite there and 1e-46 zero.
+    if not FP32.tiny <= scale <= SCALE_MAX:
+        raise ValueError(f"scale must be finite and > 0 in fp32, {FP32.tiny:.3g} to {SCALE_MAX:.3g}, got {scale}")
     return float(scale)
 
 

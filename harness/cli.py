@@ -111,6 +111,37 @@ def doctor_command(json: JsonOption = None, form: FormatOption = Format.TEXT) ->
     raise typer.Exit(_piped(lambda: doctor(json, form, here, trouble)))
 
 
+@app.command("tables", short_help="Print or write the tables of records.")
+def tables_command(
+    files: Annotated[list[Path] | None, typer.Argument(help="Files of records.", show_default=False)] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the tables between this file's markers instead.", metavar="FILE")
+    ] = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Print the tables that files of records make, or write those that a text quotes.
+
+    A text quotes a file of harness/results between <!-- records: FILE --> and <!-- /records -->.
+
+    Exit status: 0 all good, 2 wrong usage.
+
+    \b
+    Examples:
+      harness tables walkthrough.jsonl --format markdown
+      harness tables --write README.md
+    """
+    from .published import read_records, record_tables, write_tables
+    from .tables import print_tables
+
+    if (write is None) == (not files):
+        raise UsageError("give files of records to print, or --write FILE")
+    if write is not None:
+        print(f"{write}: {'written' if write_tables(write) else 'as it was'}")
+        return
+    records = [record for path in files or () for record in read_records(path)]
+    print_tables(record_tables(records), form)
+
+
 def _piped(command: Callable[[], int]) -> int:
     # `harness run … | head` closes the pipe early: no failed check, and nothing to complain about.
     try:

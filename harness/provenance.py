@@ -84,8 +84,13 @@ def sources_hash(port: object) -> str | None:
     module = sys.modules[type(port).__module__]
     if not getattr(module, "__file__", None):
         return None
+    return folder_hash(Path(str(module.__file__)).parent)
+
+
+def folder_hash(package: Path) -> str:
+    """SHA-256 over the sources in the folder of a port's package, and over `common`, as `sources_hash` gives it."""
     digest = hashlib.sha256()
-    for folder in (Path(str(module.__file__)).parent, ROOT / "common"):
+    for folder in (package, ROOT / "common"):
         for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".yaml")):
             digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\0".encode())
             digest.update(path.read_bytes() + b"\0")

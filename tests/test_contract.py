@@ -627,9 +627,9 @@ def test_guarded_buffers_are_poisoned_and_plain_ones_are_not_guarded(dtype: torc
     ],
     ids=["packed", "transposed", "permuted", "expanded", "sliced", "empty"],
 )
-def test_empty_like_has_the_strides_of_torchs_own(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_empty_like_has_the_strides_of_torchs_own_or_is_packed(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor = view(torch.zeros(2, 4, 3, 5, dtype=torch.float16))
-    expected = torch.empty_like(tensor)
+    expected = torch.empty_like(tensor if tensor.stride(-1) == 1 else tensor.contiguous())
     with GuardedBuffers() as guard:
         for buffer in (empty_like(tensor),):
             assert (buffer.shape, buffer.stride(), buffer.dtype) == (expected.shape, expected.stride(), expected.dtype)
@@ -737,3 +737,35 @@ def test_a_table_gives_the_tiles_of_the_smallest_head_dim_that_holds_the_problem
     assert found == expected
     found.clear()  # a caller's list is the caller's
     assert table.lookup(problem, Target.named(target), direction) == expected
+
+
+def test_an_output_like_rows_that_overlap_has_a_last_stride_of_one() -> None:
+    overlapping = torch.zeros(400).as_strided((2, 4, 20, 16), (1, 1, 1, 1))
+    with GuardedBuffers():
+        assert empty_like(overlapping).stride() == (1280, 320, 16, 1)
+    assert empty_like(overlapping).stride() == (1280, 320, 16, 1)
+
+
+def test_a_last_stride_that_is_not_one_is_copied_once_for_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [torch.randn(1, 2, 20, 16).mT.contiguous().mT.requires_grad_() for _ in range(3)]
+    copies = []
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: copies.append(x.shape) or contiguous(x))
+    attention(*inputs, impl="reference").sum().backward()
+    assert len(copies) <= 3 + 1 + 1  # q, k, v; the expanded gradient of the sum; lse
+
+
+def test_the_reference_rounds_as_it_says_whatever_the_defaults_are() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    plain = attention(q, k, v, impl="reference")
+    expected = (plain, *torch.autograd.grad(plain.sum(), (q, k, v)))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            o = attention(q, k, v, impl="reference")
+            found = (o, *torch.autograd.grad(o.sum(), (q, k, v)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with torch.device("meta"):
+        assert Problem(1, 1, 1, 8, 8, 16, mask=Mask.causal()).flops("forward") == 4 * 16 * 36

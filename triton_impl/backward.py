@@ -68,11 +68,17 @@ def prepare_kernel(
 
 
 @triton.jit
+def without_unseeing(x, shift):
+    """Rows that see no key as zeros: their P is 0, but what a caller put there may be NaN, and 0 · NaN is NaN."""
+    return tl.where((shift == float("inf"))[:, None], 0.0, x).to(x.dtype)
+
+
+@triton.jit
 def walk_queries(
     dk, dv, k, v, q_base, do_base, delta_base, shift_base, q_n, do_n, q_offsets, do_offsets, begin, end,
     key_begin, len_q, len_k, low, high, factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
-    EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    UNSEEING: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The walk over the query tiles of `[begin, end)`, adding up dk and dv of one tile of keys."""
     for row_begin in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
@@ -88,6 +94,8 @@ def walk_queries(
             seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
             p_t = tl.where(seen, p_t, 0.0)
         do = load_rows(do_base, do_n, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        if UNSEEING and MASKED:
+            q, do = without_unseeing(q, shift), without_unseeing(do, shift)
         dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         dp_t = dot(v, tl.trans(do), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
         delta = tl.load(delta_base + rows, mask=inside, other=0.0 if MASKED else None)
@@ -101,8 +109,8 @@ def dkdv_kernel(
     DO, Q, K, V, DELTA, SHIFT, DK, DV, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, heads_kv, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, UNSEEING: tl.constexpr,
+    SKIP: tl.constexpr, EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv. heads: B·Hkv."""
@@ -149,7 +157,7 @@ def dkdv_kernel(
                     begin if part == 0 else full_begin if part == 1 else full_end,
                     full_begin if part == 0 else full_end if part == 1 else end,
                     key_begin, len_q, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW,
-                    HAS_HIGH, part != 1, EXP2, PRECISION, INTERPRET,
+                    HAS_HIGH, part != 1, UNSEEING, EXP2, PRECISION, INTERPRET,
                 )  # fmt: skip
 
     dk_base = DK + (batch * dk_b + head_kv * dk_h) * UNIT
@@ -189,8 +197,9 @@ def dq_kernel(
     DO, Q, K, V, DELTA, SHIFT, DQ, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dq_b, dq_h, dq_n,
     heads_q, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, UNSEEING: tl.constexpr,
+    SKIP: tl.constexpr, EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq. heads: B·Hq."""
     # section: so many heads are worked on at a time, as in the forward.
@@ -213,6 +222,8 @@ def dq_kernel(
     row_base = head.to(tl.int64) * len_q
     shift = tl.load(SHIFT + row_base + rows, mask=rows < len_q, other=float("inf"))  # [BLOCK_M]
     delta = tl.load(DELTA + row_base + rows, mask=rows < len_q, other=0.0)  # [BLOCK_M]
+    if UNSEEING:
+        q, do = without_unseeing(q, shift), without_unseeing(do, shift)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     factor = scale * LOG2_E if EXP2 else scale
@@ -249,16 +260,16 @@ def plan_backward(
     like_q, like_k = problem.q_shape, problem.kv_shape
 
     rows = row_tile(problem)
-    unit, numbers = strides((do, like_q), (o, like_q))
+    how, numbers = strides((do, like_q), (o, like_q))
     prepare_launch = Launch(
         prepare_kernel,
         grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
         numbers=(*numbers, problem.heads_q, heads, problem.len_q),
-        constants=constants(prepare_kernel, problem, rows, switches, unit, (do, o), HAS_DLSE=has_dlse),
+        constants=constants(prepare_kernel, problem, rows, switches, HAS_DLSE=has_dlse, **how),
         tile=rows,
     )
 
-    unit, numbers = strides(
+    how, numbers = strides(
         (do, like_q), (q, like_q), (k, like_k), (v, like_k), (dk, like_k), (dv, like_k)
     )  # fmt: skip
     dkdv_launch = Launch(
@@ -272,17 +283,17 @@ def plan_backward(
             heads_in_l2(problem),
             *band,
         ),
-        constants=constants(dkdv_kernel, problem, tile, switches, unit, (do, q, k, v, dk, dv)),
+        constants=constants(dkdv_kernel, problem, tile, switches, **how),
         tile=replace(tile, extra=()),
     )
 
     own = dq_tile(tile)
-    unit, numbers = strides((do, like_q), (q, like_q), (k, like_k), (v, like_k), (dq, like_q))
+    how, numbers = strides((do, like_q), (q, like_q), (k, like_k), (v, like_k), (dq, like_q))
     dq_launch = Launch(
         dq_kernel,
         grid=triton.cdiv(problem.len_q, own.block_m) * heads,
         numbers=(*numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group, *band),
-        constants=constants(dq_kernel, problem, own, switches, unit, (do, q, k, v, dq)),
+        constants=constants(dq_kernel, problem, own, switches, **how),
         tile=own,
     )
     return prepare_launch, dkdv_launch, dq_launch

@@ -139,7 +139,7 @@ def plan_forward(
     """The launch over q, k, v, o and lse, from their layouts; lse is packed."""
     heads = problem.batch * problem.heads_q
     low, high = problem.mask.band(problem.len_q, problem.len_k)
-    unit, numbers = strides((q, problem.q_shape), (k, problem.kv_shape), (v, problem.kv_shape), (o, problem.q_shape))
+    how, numbers = strides((q, problem.q_shape), (k, problem.kv_shape), (v, problem.kv_shape), (o, problem.q_shape))
     return Launch(
         forward_kernel,
         grid=triton.cdiv(problem.len_q, tile.block_m) * heads,
@@ -147,7 +147,7 @@ def plan_forward(
             *numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group,
             problem.len_q, problem.len_k, low or 0, high or 0, problem.scale,
         ),
-        constants=constants(forward_kernel, problem, tile, switches, unit, (q, k, v, o)),
+        constants=constants(forward_kernel, problem, tile, switches, **how),
         tile=tile,
     )  # fmt: skip
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +26,9 @@ RUN_TIME = (
 L2_BYTES = 32 * 2**20
 
 
+BLOCK_MAX = 1024  # no tile has more rows
+GRID_MAX = 2**31 - 1
+
 # The strides of a four-dimensional tensor, in elements; the last is 1.
 Layout = tuple[int, ...]
 
@@ -46,6 +47,10 @@ class Launch:
     constants: dict[str, Any]
     tile: Tile
     compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.grid > GRID_MAX:
+            raise Unsupported(f"{self.kernel.__name__} needs {self.grid} blocks; a grid has at most {GRID_MAX}")
 
     def run(self, target: Target, *tensors: torch.Tensor) -> None:
         """Launches on the current stream of the tensors' device, with the instructions of `target`.
@@ -84,7 +89,6 @@ class Launch:
             self.compiled[key] = compiled
 
 
-@cache
 def interpreter_fault() -> str | None:
     """Why Triton's interpreter cannot run kernels here, tried on a loop of run-time length; None when it can.
 
@@ -102,34 +106,34 @@ def interpreter_fault() -> str | None:
     return None
 
 
-def strides(*layouts: tuple[Layout, tuple[int, ...]]) -> tuple[int, list[int]]:
-    """`(unit, numbers)` of `(layout, shape)` pairs: the three leading strides of each, in units of `unit` elements.
+def strides(*layouts: tuple[Layout, tuple[int, ...]]) -> tuple[dict[str, Any], list[int]]:
+    """The three leading strides of each `(layout, shape)` pair, and how the kernel is to take them, UNIT and WIDE.
 
-    unit is 8 when all strides are multiples of 8, else 1. A dimension of size 1 has no stride worth knowing.
+    WIDE: offsets inside a tile may pass 2^31 elements. UNIT: how many elements a number counts, 8 when all strides are
+    multiples of 8 (and not WIDE, where a product with 8 may itself pass 32 bits), else 1. A dimension of size 1 has no
+    stride worth knowing.
     """
     numbers = [
         0 if size == 1 else stride
         for layout, shape in layouts
         for size, stride in zip(shape[:3], layout[:3], strict=True)
     ]
-    unit = 8 if all(stride % 8 == 0 for stride in numbers) else 1
-    return unit, [stride // unit for stride in numbers]
+    wide = any(stride * BLOCK_MAX >= 2**31 for stride in numbers[2::3])
+    unit = 8 if not wide and all(stride % 8 == 0 for stride in numbers) else 1
+    return {"UNIT": unit, "WIDE": wide}, [stride // unit for stride in numbers]
 
 
-def constants(kernel: Any, problem: Problem, tile: Tile, switches: Switches, unit: int, layouts: Sequence[Layout],
-              **more: Any) -> dict[str, Any]:  # fmt: skip
-    """The compile-time constants that `kernel` has, in its order."""
-    rows = max(tile.block_m, tile.block_n)
+def constants(kernel: Any, problem: Problem, tile: Tile, switches: Switches, **more: Any) -> dict[str, Any]:
+    """The compile-time constants that `kernel` has, in its order; `more` are those that are the launch's own."""
     values = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": block_d(problem),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
-        "UNIT": unit,
-        "WIDE": any((rows - 1) * layout[2] + problem.head_dim >= 2**31 for layout in layouts),
         "HAS_LOW": problem.mask.left is not None,
         "HAS_HIGH": problem.mask.right is not None,
+        "UNSEEING": problem.mask.has_unseeing_rows(problem.len_q, problem.len_k),
         "SKIP": switches.skip,
         "EXP2": switches.exp2,
         "EDGES": switches.edges,
@@ -152,6 +156,6 @@ def row_tile(problem: Problem) -> Tile:
 
 
 def heads_in_l2(problem: Problem) -> int:
-    """How many key heads fit in L2 together with their values; at least one."""
+    """How many of the problem's key heads fit in L2 together with their values; at least one."""
     head_bytes = 2 * problem.len_k * problem.head_dim * problem.dtype.itemsize
-    return max(1, L2_BYTES // head_bytes)
+    return min(max(1, L2_BYTES // head_bytes), problem.batch * problem.heads_kv)

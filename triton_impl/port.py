@@ -24,9 +24,12 @@ class TritonPort(Port):
 
     name: ClassVar[str] = "triton"
 
+    def __init__(self) -> None:
+        self._fault = interpreter_fault() if INTERPRET else None
+
     def unsupported(self, problem: Problem, target: Target) -> str | None:
-        if INTERPRET and interpreter_fault() is not None:
-            return interpreter_fault()
+        if self._fault is not None:
+            return self._fault
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16, torch.float32))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
