@@ -21,8 +21,10 @@ NaN never passes, and neither does infinity where the truth is finite.
 
 Beside the numbers a check holds the contract: shape, dtype and device; inputs untouched; nothing read before it was
 written and nothing written outside (outputs and scratch are filled with NaN and lie between guard zones, see
-`common.GuardedBuffers`); the forward bitwise equal when launched again, in memory of its own; dk and dv as well, and
-dq with `deterministic=True`. The backward starts from the port's own o and lse, with a random do, and with a random
+`common.GuardedBuffers`, and outputs that do not lie there are a fault); the forward bitwise equal when launched again,
+in memory of its own; dk and dv as well, and dq with `deterministic=True`. Before the launch that is compared comes one
+on a decoy, other inputs of the same form in other memory, so that a port that keeps inputs or results of its first
+launch is wrong in its second. The inputs lie among NaNs, see `harness.inputs`. The backward starts from the port's own o and lse, with a random do, and with a random
 dlse in its default form and without one in its deterministic form.
 """
 
@@ -31,7 +33,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -40,7 +42,7 @@ from common import Direction, GuardedBuffers, Port, Problem, Switches, Target, T
 from reference import naive_backward, naive_forward, oracle_backward, oracle_forward
 
 from .errors import one_line
-from .inputs import Inputs
+from .inputs import Inputs, make_decoy
 
 NAIVE_FACTOR = 2
 NAIVE_CAP = 1 / 32  # of the largest |truth|
@@ -109,7 +111,7 @@ class Check:
 
     tensors: the comparisons. faults: broken promises in words, beside the comparisons; empty when it passed.
     reason: why the port does not support it, or how it raised. tile: None when the port has no choice of one.
-    seconds: wall time of the first call, compilation included, and of the second.
+    seconds: wall time of the first call (a port's is the decoy's), compilation included, and of the second.
     """
 
     port: str
@@ -289,9 +291,12 @@ def _max(tensor: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Call:
+    """What a launch returned, which promises about memory it broke, its seconds, and the outputs not in the guard."""
+
     outputs: Tensors
     faults: list[str]
     seconds: float
+    unguarded: list[int]
 
 
 def _call(function: Callable[[], Tensors], inputs: dict[str, torch.Tensor]) -> _Call:
@@ -306,7 +311,8 @@ def _call(function: Callable[[], Tensors], inputs: dict[str, torch.Tensor]) -> _
     seconds = time.perf_counter() - start
     faults = guard.faults()
     faults += [f"changed its input {name}" for name, tensor in inputs.items() if not _same_bits(tensor, before[name])]
-    return _Call(outputs, faults, seconds)
+    unguarded = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and not guard.holds(x)]
+    return _Call(outputs, faults, seconds, unguarded)
 
 
 def _wait(device: torch.device) -> None:
@@ -349,6 +355,20 @@ def _not_repeated(names: tuple[str, ...], first: Tensors, second: Tensors, how: 
     return faults
 
 
+@dataclass
+class _Runs:
+    """The launches of one check: what the compared one and the decoy returned, and what was wrong with any of them.
+
+    ill_formed: some outputs are of a form that cannot be compared, and no launch followed. seconds: of the first two.
+    """
+
+    outputs: Tensors = ()
+    decoy: Tensors = ()
+    faults: list[str] = field(default_factory=list)
+    ill_formed: bool = False
+    seconds: tuple[float, ...] = ()
+
+
 class Trial:
     """One port on one problem's inputs: its checks, and then the launches to time, of the very same calls.
 
@@ -373,6 +393,8 @@ class Trial:
         self._is_baseline = is_baseline
         self._forward_check: Check | None = None
         self._saved: Tensors = ()
+        self._decoy: Inputs | None = None
+        self._decoy_saved: Tensors = ()
 
     def check(self, direction: Direction) -> Check:
         """The verdict on a direction. Whatever the port raises is a verdict too."""
@@ -397,19 +419,18 @@ class Trial:
     def launch(self, direction: Direction) -> Callable[[], Tensors]:
         """What a timing launches: the call that was checked. For the backward, runs the forward first."""
         if direction == "forward":
-            return self._run_forward
-        self._saved = self._run_forward()
-        return self._run_backward
+            return self._forward_on(self._inputs)
+        self._saved = self._forward_on(self._inputs)()
+        return self._backward_on(self._inputs, self._saved)
 
-    def _run_forward(self) -> Tensors:
-        x = self._inputs
-        return self._port.forward(x.q, x.k, x.v, self._problem, **self._options())
+    def _forward_on(self, x: Inputs) -> Callable[[], Tensors]:
+        return lambda: self._port.forward(x.q, x.k, x.v, self._problem, **self._options())
 
-    def _run_backward(self, *, deterministic: bool = False) -> Tensors:
-        x, (o, lse) = self._inputs, self._saved
+    def _backward_on(self, x: Inputs, saved: Tensors, *, deterministic: bool = False) -> Callable[[], Tensors]:
+        o, lse = saved
         dlse = x.dlse if self._with_dlse(deterministic) else None
         options = self._options() | {"deterministic": deterministic}
-        return self._port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
+        return lambda: self._port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
 
     def _with_dlse(self, deterministic: bool) -> bool:
         return not deterministic and not self._is_baseline
@@ -422,19 +443,13 @@ class Trial:
         return Check(*about, verdict, **more)  # type: ignore[arg-type]
 
     def _check_forward(self, tile: Tile | None) -> Check:
-        x, names = self._inputs, NAMES["forward"]
-        like = (x.q, x.dlse)
-        first = _call(self._run_forward, {"q": x.q, "k": x.k, "v": x.v})
-        faults = first.faults + _ill_formed(names, first.outputs, like)
-        if _ill_formed(names, first.outputs, like):
-            return self._verdict("forward", tile, "fail", faults=tuple(faults), seconds=(first.seconds,))
-        second = _call(self._run_forward, {"q": x.q, "k": x.k, "v": x.v})
-        if not self._is_baseline:
-            faults += _not_repeated(names, first.outputs, second.outputs, "")
-        self._saved = first.outputs
-        tensors = _compare_all(first.outputs, self._truth.forward())
-        faults += self._unseen_rows("o", first.outputs[0])
-        return self._judge("forward", tile, tensors, faults, (first.seconds, second.seconds))
+        runs = self._launch_all("forward")
+        if runs.ill_formed:
+            return self._verdict("forward", tile, "fail", faults=tuple(runs.faults), seconds=runs.seconds)
+        self._saved, self._decoy_saved = runs.outputs, runs.decoy
+        tensors = _compare_all(runs.outputs, self._truth.forward())
+        faults = runs.faults + self._unseen_rows("o", runs.outputs[0])
+        return self._judge("forward", tile, tensors, faults, runs.seconds)
 
     def _check_backward(self, tile: Tile | None) -> Check:
         assert self._forward_check is not None
@@ -442,31 +457,57 @@ class Trial:
             raise Unsupported(self._forward_check.reason)
         if self._forward_check.verdict == "fail":
             return self._verdict("backward", tile, "fail", reason="not run: the forward it starts from failed")
-        x, names = self._inputs, NAMES["backward"]
-        like = (x.q, x.k, x.v)
-        guarded = x.named() | dict(zip(NAMES["forward"], self._saved, strict=True))
         costs = self._truth.cost_of_delta(self._saved[0])
         faults: list[str] = []
         seconds: list[float] = []
         results: list[tuple[TensorCheck, ...]] = []
         for deterministic in (False,) if self._is_baseline else (False, True):
-            how = " with deterministic=True" if deterministic else ""
-            first = _call(lambda: self._run_backward(deterministic=deterministic), guarded)  # noqa: B023
-            ill_formed = _ill_formed(names, first.outputs, like)
-            faults += first.faults + ill_formed
-            seconds.append(first.seconds)
-            if ill_formed:
-                return self._verdict("backward", tile, "fail", faults=tuple(faults), seconds=tuple(seconds))
+            runs = self._launch_all("backward", deterministic=deterministic)
+            faults += runs.faults
+            seconds += runs.seconds
+            if runs.ill_formed:
+                return self._verdict("backward", tile, "fail", faults=tuple(faults), seconds=tuple(seconds[:2]))
             truth = self._truth.backward(costs, with_dlse=self._with_dlse(deterministic))
-            results.append(_compare_all(first.outputs, truth))
-            faults += self._unseen_rows("dq", first.outputs[0])
-            second = _call(lambda: self._run_backward(deterministic=deterministic), guarded)  # noqa: B023
-            seconds.append(second.seconds)
-            if not self._is_baseline:
-                promised = slice(0 if deterministic else 1, None)  # dq only when it was asked for
-                faults += _not_repeated(names[promised], first.outputs[promised], second.outputs[promised], how)
-        tensors = tuple(max(runs, key=lambda t: t.ratio) for runs in zip(*results, strict=True))
+            results.append(_compare_all(runs.outputs, truth))
+            faults += self._unseen_rows("dq", runs.outputs[0])
+        tensors = tuple(max(both, key=lambda t: t.ratio) for both in zip(*results, strict=True))
         return self._judge("backward", tile, tensors, faults, tuple(seconds[:2]))
+
+    def _launch_all(self, direction: Direction, *, deterministic: bool = False) -> _Runs:
+        """Launches a port on the decoy, on the inputs, and on the inputs again; a baseline on the inputs twice."""
+        names, x = NAMES[direction], self._inputs
+        like = (x.q, x.dlse) if direction == "forward" else (x.q, x.k, x.v)
+        runs = _Runs()
+
+        def call(inputs: Inputs, saved: Tensors) -> _Call:
+            if direction == "forward":
+                read = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+                called = _call(self._forward_on(inputs), read)
+            else:
+                read = inputs.named() | dict(zip(NAMES["forward"], saved, strict=True))
+                called = _call(self._backward_on(inputs, saved, deterministic=deterministic), read)
+            ill_formed = _ill_formed(names, called.outputs, like)
+            runs.seconds += (called.seconds,)
+            runs.faults += called.faults + ill_formed
+            runs.ill_formed |= bool(ill_formed)
+            if not self._is_baseline and not ill_formed:
+                runs.faults += [f"{names[i]} is not in memory from common.empty" for i in called.unguarded]
+            return called
+
+        if not self._is_baseline:
+            if self._decoy is None:
+                self._decoy = make_decoy(x)
+            runs.decoy = call(self._decoy, self._decoy_saved).outputs
+        if not runs.ill_formed:
+            runs.outputs = call(x, self._saved).outputs
+        if not runs.ill_formed:
+            again = call(x, self._saved).outputs
+            if not self._is_baseline:
+                promised = slice(1 if direction == "backward" and not deterministic else 0, None)  # dq only when asked
+                how = " with deterministic=True" if deterministic else ""
+                runs.faults += _not_repeated(names[promised], runs.outputs[promised], again[promised], how)
+        runs.seconds = runs.seconds[:2]
+        return runs
 
     def _unseen_rows(self, name: str, output: torch.Tensor) -> list[str]:
         unseen = self._truth.forward()["lse"].oracle == -math.inf

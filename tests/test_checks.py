@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from common import Mask, Problem, Target
+from common import GuardedBuffers, Mask, Problem, Target, empty
 from harness.checks import NAIVE_CAP, NAMES, Check, Trial, Truth, Yardstick, compare
 from harness.inputs import InputSpec, make_inputs
 from harness.records import RecordFile, check_record
@@ -118,17 +119,105 @@ def test_a_changed_input_is_seen() -> None:
     assert "changed its input k" in complaint(trial(wrong("forward", spoil)).check("forward"))
 
 
-def test_stale_results_are_wrong_on_fresh_inputs() -> None:
+def test_a_port_that_keeps_its_first_results_is_wrong() -> None:
+    kept: dict[str, tuple] = {}
+
+    def keep(direction: str, outputs: tuple, inputs: tuple) -> tuple:
+        first = kept.setdefault(direction, tuple(x.clone() for x in outputs))
+        return tuple(x.copy_(y) for x, y in zip(outputs, first, strict=True))
+
+    run = trial(FakePort(after=keep))
+    text = complaint(run.check("forward"))
+    assert "o: error" in text
+    assert "lse: error" in text
+
+    def keep_gradients(direction: str, outputs: tuple, inputs: tuple) -> tuple:
+        return keep(direction, outputs, inputs) if direction == "backward" else outputs
+
+    text = complaint(trial(FakePort(after=keep_gradients)).check("backward"))
+    assert all(f"{name}: error" in text for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("keeps", [{"q"}, {"k"}, {"v"}, {"q", "k"}, {"q", "k", "v"}])
+def test_a_port_that_keeps_its_first_inputs_is_wrong(keeps: set[str]) -> None:
+    class Keeping(FakePort):
+        def _forward(self, q, k, v, *rest):  # type: ignore[no-untyped-def]
+            if not hasattr(self, "kept"):
+                self.kept = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
+            given = {"q": q, "k": k, "v": v} | {name: self.kept[name] for name in keeps}
+            return super()._forward(*given.values(), *rest)
+
+    assert "o: error" in complaint(trial(Keeping()).check("forward"))
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_a_backward_that_keeps_one_of_its_first_inputs_is_wrong(position: int) -> None:
+    class Keeping(FakePort):
+        def _backward(self, *arguments):  # type: ignore[no-untyped-def]
+            if not hasattr(self, "kept"):
+                self.kept = arguments[position].clone()
+            with_dlse = arguments[1] is not None
+            kept = [self.kept if i == position and (i != 1 or with_dlse) else x for i, x in enumerate(arguments)]
+            return super()._backward(*kept)
+
+    assert "error" in complaint(trial(Keeping()).check("backward"))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_results_in_the_memory_of_an_earlier_call_are_seen(direction: str) -> None:
     kept: list[tuple] = []
 
-    def keep(outputs: tuple, inputs: tuple) -> tuple:
-        kept.append(tuple(x.clone() for x in outputs))
-        return kept[0]
+    def reuse(outputs: tuple, inputs: tuple) -> tuple:
+        kept.append(outputs)
+        return tuple(x.copy_(y) for x, y in zip(kept[0], outputs, strict=True))
 
-    port = wrong("forward", keep)
-    first = trial(port, seed=1).check("forward")
-    assert "o is returned in the memory of an earlier call" in complaint(first)
-    assert "o: error" in complaint(trial(port, seed=2).check("forward"))
+    text = complaint(trial(wrong(direction, reuse)).check(direction))  # type: ignore[arg-type]
+    assert f"{NAMES[direction][0]} is not in memory from common.empty" in text  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("direction", "tensor"), [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 2)])
+def test_a_result_in_memory_of_the_ports_own_is_seen(direction: str, tensor: int) -> None:
+    def own(outputs: tuple, inputs: tuple) -> tuple:
+        return tuple(x.clone() if i == tensor else x for i, x in enumerate(outputs))
+
+    name = NAMES[direction][tensor]  # type: ignore[index]
+    check = trial(wrong(direction, own)).check(direction)  # type: ignore[arg-type]
+    assert check.complaints() == [f"{name} is not in memory from common.empty"]
+
+
+def test_a_guard_tells_its_own_memory_from_any_other() -> None:
+    with GuardedBuffers() as guard:
+        mine = empty((4, 4), dtype=torch.float16, device=CPU)
+    with GuardedBuffers():
+        other = empty((4, 4), dtype=torch.float16, device=CPU)
+    assert guard.holds(mine)
+    assert guard.holds(mine[1:, ::2].mT)
+    assert guard.holds(mine[:0])
+    assert not guard.holds(other)
+    assert not guard.holds(mine.clone())
+    assert not guard.holds(mine.as_strided((4, 4), (4, 1), mine.storage_offset() + 1))
+
+
+def test_the_first_seconds_are_those_of_the_decoy() -> None:
+    def slow(outputs: tuple, inputs: tuple) -> None:
+        time.sleep(0 if slept else 0.5)
+        slept.append(True)
+
+    slept: list[bool] = []
+    check = trial(wrong("forward", slow)).check("forward")
+    assert check.verdict == "pass"
+    assert len(check.seconds) == 2
+    assert check.seconds[0] > 0.5 > check.seconds[1]
+
+
+def test_rows_past_the_end_are_nan_so_that_zero_times_them_shows() -> None:
+    class Reckless(FakePort):
+        def _forward(self, q, k, v, *rest):  # type: ignore[no-untyped-def]
+            o, lse = super()._forward(q, k, v, *rest)
+            beyond = v.as_strided(v.shape[2:], v.stride()[2:], v.storage_offset() + v[0, 0].numel())
+            return o.add_((0 * beyond).sum()), lse
+
+    assert "nan where the oracle has" in complaint(trial(Reckless()).check("forward"))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import Mask
+from common import Mask, Problem
 from harness.errors import UsageError
-from harness.inputs import LAYOUTS, InputSpec, make_inputs
+from harness.inputs import LAYOUTS, InputSpec, make_decoy, make_inputs
 from harness.suites import load_suite, suite_names
 
 CPU = torch.device("cpu")
@@ -145,6 +145,40 @@ def test_a_layout_changes_strides_and_not_values(layout: str) -> None:
     assert torch.equal(x, y)
     assert (y.stride() == x.stride()) == (layout in ("bhnd", "offset_one"))
     assert (y.stride(-1) == 1) == (layout != "last_dim_strided")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("decoy", [False, True])
+def test_inputs_lie_among_nans(layout: str, decoy: bool) -> None:
+    problem = Problem(1 if layout == "bhnd" else 2, 1 if layout == "bnd" else 2, 1, 9, 5, 16, torch.float16)
+    inputs = make_inputs(problem, InputSpec(layout=layout, row_stride=48), seed=0, device=CPU)
+    for x in (make_decoy(inputs) if decoy else inputs).named().values():
+        assert x.isfinite().all()
+        storage = x.as_strided((x.untyped_storage().nbytes() // x.dtype.itemsize,), (1,), 0).clone()
+        assert storage[: x.storage_offset()].isnan().all()
+        assert x.storage_offset() >= 256
+        misaligned = layout == "offset_one" and x.dtype == torch.float16
+        assert x.data_ptr() % 16 == (2 if misaligned else 0)
+        within = torch.zeros_like(storage, dtype=torch.bool)
+        within.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+        assert storage[~within].isnan().all()
+        assert not within[-256:].any()
+
+
+def test_a_decoy_has_the_form_of_the_inputs_and_other_values_elsewhere() -> None:
+    for case in load_suite("quick", small=True).cases + load_suite("hard", small=True).cases:
+        inputs = make_inputs(case.problem, case.inputs, seed=0, device=CPU)
+        for (name, x), y in zip(inputs.named().items(), make_decoy(inputs).named().values(), strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+            if x.numel():
+                assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+                assert not torch.equal(x, y) or (name == "q" and case.inputs.scale_q == 0)
+
+
+def test_inputs_that_overflow_their_dtype_are_refused() -> None:
+    problem = Problem(1, 1, 1, 8, 8, 16, torch.float16)
+    with pytest.raises(ValueError, match="make a k that is not finite in fp16"):
+        make_inputs(problem, InputSpec(scale_k=1e5), seed=0, device=CPU)
 
 
 def test_the_planted_key_stands_out_for_every_query() -> None:
