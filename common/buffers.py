@@ -38,7 +38,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 class GuardedBuffers:
     """A context in which `empty` and `empty_like` hand out poisoned buffers between guard zones (this thread's only).
 
-    `faults()` tells, after the launches, which buffers were written outside, and `holds()` whether a result lies in one.
+    `faults()` tells, after the launches, which buffers were written outside; `holds()`, whether a result lies in one.
     """
 
     GUARD_BYTES = 64 * 1024

@@ -1,20 +1,25 @@
 """When a result counts as right.
 
-Inputs are fresh and seeded. The truth is computed in float64 from the same rounded inputs. With
+Inputs are fresh and seeded. The truth is computed in float64 from the same rounded inputs. Every head is held by
+segments of its rows, of queries for o, lse and dq and of keys for dk and dv: up to 16 of 64 rows or more, so that rows
+whose values are large excuse none whose values are small. With
 
     error   = max |x - truth|
     allowed = 2 · min(naive, |truth|max / 32) + floor
 
-a tensor passes when error <= allowed, where
+of one segment of one head, a tensor passes when error <= allowed in all of them, where
 
 - `naive` is the error of the plain PyTorch attention in the dtype of the tensor: the input's for o, dq, dk, dv, and
   fp32 for lse. It counts for a 32nd of the largest truth at most, also where it is not finite, so that an input that
   breaks the plain attention (scores past fp16, logits past what bf16 resolves) excuses nobody else.
 - `floor` is the rounding that no FlashAttention avoids, however lucky the plain attention was. For lse: 4 units of
-  fp32, which is what scores summed in fp32 carry, and what p = exp(s - lse) inherits as a relative error. For o: half
-  a unit in the last place of the largest truth, and that relative error. For dq, dk, dv: half a unit of the result and
-  half a unit of p or ds, which are rounded for the product; that relative error; and twice what it costs, computed in
-  float64, that delta = rowsum(do · o) reads the o that the forward rounded (and that passed), and is summed in fp32.
+  fp32, which is what scores summed in fp32 carry. p = exp(s - lse) inherits it as a relative error, which counts for a
+  32nd at most too. For o: half a unit in the last place of the largest truth, and that relative error. For dq, dk, dv:
+  half a unit of the result and half a unit of p or ds, which are rounded for the product; that relative error, for dk
+  and dv of all queries; and twice what it costs, computed in float64, that delta = rowsum(do · o) reads the o that the
+  forward rounded (and that passed), and is summed in fp32.
+
+What is reported of a tensor is the segment with the largest error over allowed.
 
 An infinite truth (lse of a row that sees no key) must be met exactly, and such a row's o and dq must be exactly 0. A
 NaN never passes, and neither does infinity where the truth is finite.
@@ -24,8 +29,8 @@ written and nothing written outside (outputs and scratch are filled with NaN and
 `common.GuardedBuffers`, and outputs that do not lie there are a fault); the forward bitwise equal when launched again,
 in memory of its own; dk and dv as well, and dq with `deterministic=True`. Before the launch that is compared comes one
 on a decoy, other inputs of the same form in other memory, so that a port that keeps inputs or results of its first
-launch is wrong in its second. The inputs lie among NaNs, see `harness.inputs`. The backward starts from the port's own o and lse, with a random do, and with a random
-dlse in its default form and without one in its deterministic form.
+launch is wrong in its second. The inputs lie among NaNs, see `harness.inputs`. The backward starts from the port's own
+o and lse, with a random do, and with a random dlse in its default form and without one in its deterministic form.
 """
 
 from __future__ import annotations
@@ -45,7 +50,8 @@ from .errors import one_line
 from .inputs import Inputs, make_decoy
 
 NAIVE_FACTOR = 2
-NAIVE_CAP = 1 / 32  # of the largest |truth|
+RELATIVE_CAP = 1 / 32  # of the largest |truth|
+SEGMENTS_MOST, SEGMENT_ROWS = 16, 64
 LSE_FLOOR_ULPS = 4
 FP32_EPS = torch.finfo(torch.float32).eps
 NAIVE_SCORES_AT_ONCE = 2**28  # above it the naive attention is computed head by head, so that it fits
@@ -55,10 +61,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 NAMES: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
 RULE = (
+    f"for each head and each of up to {SEGMENTS_MOST} segments of {SEGMENT_ROWS} rows or more: "
     f"error = max|x - float64 oracle|; allowed = {NAIVE_FACTOR} x min(error of PyTorch's plain attention in the same "
-    f"dtype, max|oracle|/{1 / NAIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
-    "max(1, max|lse|); for o: (eps/2 + f) x max|oracle|; for gradients: (eps + f) x max|oracle| + 2 x what the rounded "
-    "o costs through delta"
+    f"dtype, max|oracle|/{1 / RELATIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
+    f"max(1, max|lse|); for o: (eps/2 + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle|; for gradients: (eps + min(f, "
+    f"1/{1 / RELATIVE_CAP:.0f})) x max|oracle| + 2 x what the rounded o costs through delta; shown is the largest "
+    "error / allowed"
 )
 
 
@@ -83,7 +91,10 @@ class Worst:
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """One tensor against the truth: `error` beside what is `allowed`, and what that is made of."""
+    """One tensor against the truth: `error` beside what is `allowed`, and what that is made of.
+
+    All of it, and the `worst` element, of the segment whose error is the largest beside its allowed one.
+    """
 
     name: str
     error: float
@@ -141,17 +152,21 @@ class Check:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What one tensor is compared with: the truth in float64, the error of the naive attention (inf where that is not
-    finite) and the rounding that no implementation avoids."""
+    """What one tensor is compared with, the numbers by segment: `(B, H, segments)`, or `(B, segments)` without heads.
+
+    oracle: the truth in float64. largest: its largest finite magnitude. naive: the error of the naive attention, inf
+    where that is not finite. floor: the rounding that no implementation avoids.
+    """
 
     oracle: torch.Tensor
-    naive: float
-    floor: float
+    largest: torch.Tensor
+    naive: torch.Tensor
+    floor: torch.Tensor
 
     @property
-    def allowed(self) -> float:
+    def allowed(self) -> torch.Tensor:
         """The largest error that passes."""
-        return NAIVE_FACTOR * min(self.naive, NAIVE_CAP * _largest(self.oracle)) + self.floor
+        return NAIVE_FACTOR * torch.minimum(self.naive, RELATIVE_CAP * self.largest) + self.floor
 
 
 class Truth:
@@ -169,7 +184,7 @@ class Truth:
         """The yardsticks of o and lse."""
         return self._once("forward", False)
 
-    def backward(self, costs: dict[str, float], *, with_dlse: bool) -> dict[str, Yardstick]:
+    def backward(self, costs: dict[str, torch.Tensor], *, with_dlse: bool) -> dict[str, Yardstick]:
         """The yardsticks of dq, dk and dv. costs: what `cost_of_delta` tells of the o that the backward starts from.
 
         with_dlse: the gradients include what flows through lse.
@@ -189,9 +204,12 @@ class Truth:
         naive_o, _ = _by_heads(naive_forward, (x.q, x.k, x.v), problem)
         in_fp32 = replace(problem, dtype=torch.float32)
         _, naive_lse = _by_heads(naive_forward, (x.q.float(), x.k.float(), x.v.float()), in_fp32)
+        largest, largest_lse = largest_by_segment("o", o), largest_by_segment("lse", lse)
+        lse_floor = _lse_floor(largest_lse)
+        floor = _half_unit(largest, problem.dtype) + lse_floor.clamp(max=RELATIVE_CAP) * largest
         return {
-            "o": Yardstick(o, max_error(naive_o, o), _half_unit(o, problem.dtype) + _lse_floor(lse) * _largest(o)),
-            "lse": Yardstick(lse, max_error(naive_lse, lse), _lse_floor(lse)),
+            "o": Yardstick(o, largest, by_segment("o", _distance(naive_o, o)), floor),
+            "lse": Yardstick(lse, largest_lse, by_segment("lse", _distance(naive_lse, lse)), lse_floor),
         }
 
     def _backward(self, with_dlse: bool) -> dict[str, Yardstick]:
@@ -199,16 +217,21 @@ class Truth:
         arguments = (x.do, x.dlse if with_dlse else None, x.q, x.k, x.v)
         oracle = oracle_backward(*arguments, problem)
         naive = _by_heads(naive_backward, arguments, problem)
-        lse = self.forward()["lse"].oracle
-        return {
-            name: Yardstick(
-                true, max_error(plain, true), 2 * _half_unit(true, problem.dtype) + _lse_floor(lse) * _largest(true)
-            )
-            for name, true, plain in zip(NAMES["backward"], oracle, naive, strict=True)
-        }
+        of_queries = _lse_floor(self.forward()["lse"].largest)
+        of_keys = of_queries.amax(-1, keepdim=True)  # a key is in the sums of all queries of its head's group
+        if of_keys.dim() == 3:
+            of_keys = of_keys.unflatten(1, (problem.heads_kv, problem.group)).amax(2)
+        yardsticks = {}
+        for name, true, plain in zip(NAMES["backward"], oracle, naive, strict=True):
+            largest = largest_by_segment(name, true)
+            inherited = (of_queries if name == "dq" else of_keys).clamp(max=RELATIVE_CAP)
+            floor = 2 * _half_unit(largest, problem.dtype) + inherited * largest
+            yardsticks[name] = Yardstick(true, largest, by_segment(name, _distance(plain, true)), floor)
+        return yardsticks
 
-    def cost_of_delta(self, o: torch.Tensor) -> dict[str, float]:
-        """By how much dq, dk and dv err in a backward that is exact but for delta = rowsum(do · o) from this o."""
+    def cost_of_delta(self, o: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By how much dq, dk and dv err, by segment, in a backward that is exact but for delta = rowsum(do · o) from
+        this o."""
         x, o_true = self._inputs, self.forward()["o"].oracle
         do = x.do.double()
         sums = 2 * FP32_EPS * (do * o_true).abs().sum(-1)  # two fp32 sums that should cancel, as in ds = p (dp - delta)
@@ -217,16 +240,34 @@ class Truth:
         error = (do * (o.double() - o_true)).sum(-1) + signs * sums
         # The gradients are linear in delta, and dlse enters as -delta: so an error of delta costs what dlse would.
         costs = oracle_backward(torch.zeros_like(x.do), error, x.q, x.k, x.v, self._problem)
-        return {name: _largest(cost) for name, cost in zip(NAMES["backward"], costs, strict=True)}
+        return {name: largest_by_segment(name, cost) for name, cost in zip(NAMES["backward"], costs, strict=True)}
 
 
-def _half_unit(oracle: torch.Tensor, dtype: torch.dtype) -> float:
+def _half_unit(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     info = torch.finfo(dtype)
-    return info.eps / 2 * max(_largest(oracle), info.tiny)
+    return info.eps / 2 * largest.clamp(min=info.tiny)
 
 
-def _lse_floor(lse: torch.Tensor) -> float:
-    return LSE_FLOOR_ULPS * FP32_EPS * max(1.0, _largest(lse))
+def _lse_floor(largest: torch.Tensor) -> torch.Tensor:
+    return LSE_FLOOR_ULPS * FP32_EPS * largest.clamp(min=1.0)
+
+
+def by_segment(name: str, values: torch.Tensor) -> torch.Tensor:
+    """The largest of each head's segments, `(B, H, segments)`, of values of the shape of the tensor of that name."""
+    rows = values if name == "lse" else values.amax(-1)
+    if not rows.shape[-1]:
+        return rows.new_zeros((*rows.shape[:-1], 1))
+    return torch.stack([part.amax(-1) for part in _segments(rows, dim=-1)], dim=-1)
+
+
+def largest_by_segment(name: str, values: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of each segment; 0 of nothing."""
+    return by_segment(name, values.abs().where(values.isfinite(), 0.0))
+
+
+def _segments(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+    """The values split along their rows, at nearly equal lengths, and none below SEGMENT_ROWS unless all rows are."""
+    return values.tensor_split(min(SEGMENTS_MOST, max(1, values.shape[dim] // SEGMENT_ROWS)), dim)
 
 
 def _by_heads(function: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...], problem: Problem) -> Tensors:
@@ -252,15 +293,26 @@ def compare(name: str, value: torch.Tensor, yardstick: Yardstick) -> TensorCheck
     """One tensor, in its own dtype and of the oracle's shape, by the rule at the head of this file."""
     oracle = yardstick.oracle
     distance = _distance(value, oracle)
-    worst = None
-    if distance.numel():
-        place = [int(i) for i in torch.unravel_index(distance.argmax(), distance.shape)]
-        where = tuple(place)
-        # (B, N, D) inputs leave the head out; it is head 0.
-        has_head = oracle.dim() == (3 if name == "lse" else 4)
-        index = where if has_head else (where[0], 0, *where[1:])
-        worst = Worst(index, float(value[where]), float(oracle[where]))
-    return TensorCheck(name, _max(distance), yardstick.allowed, yardstick.naive, yardstick.floor, worst)
+    if not distance.numel():
+        return TensorCheck(name, 0.0, 0.0, 0.0, 0.0, None)
+    errors, allowed = by_segment(name, distance), yardstick.allowed
+    ratios = (errors / allowed).masked_fill(errors == 0, 0.0)
+    *head, which = _place(ratios)
+    segments = _segments(distance[tuple(head)], dim=0)
+    row, *column = _place(segments[which])
+    row += sum(len(before) for before in segments[:which])
+    where = (*head, row, *column)
+    # (B, N, D) inputs leave the head out; it is head 0.
+    has_head = oracle.dim() == (3 if name == "lse" else 4)
+    index = where if has_head else (where[0], 0, *where[1:])
+    worst = Worst(index, float(value[where]), float(oracle[where]))
+    error, allow, naive, floor = (float(x[(*head, which)]) for x in (errors, allowed, yardstick.naive, yardstick.floor))
+    return TensorCheck(name, error, allow, naive, floor, worst)
+
+
+def _place(values: torch.Tensor) -> list[int]:
+    """The index of the largest."""
+    return [int(i) for i in torch.unravel_index(values.argmax(), values.shape)]
 
 
 def _compare_all(outputs: Tensors, truth: dict[str, Yardstick]) -> tuple[TensorCheck, ...]:
@@ -278,11 +330,6 @@ def _distance(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
 def max_error(value: torch.Tensor, oracle: torch.Tensor) -> float:
     """max|value - oracle|; an infinity must be the oracle's, and a NaN is an error of infinity."""
     return _max(_distance(value, oracle))
-
-
-def _largest(oracle: torch.Tensor) -> float:
-    """The largest finite magnitude; 0 of nothing."""
-    return _max(oracle.abs().where(oracle.isfinite(), 0.0))
 
 
 def _max(tensor: torch.Tensor) -> float:

@@ -127,7 +127,8 @@ def make_decoy(inputs: Inputs) -> Inputs:
 
 def _lay_out(name: str, values: torch.Tensor, spec: InputSpec) -> torch.Tensor:
     if name == "dlse":  # (B, Hq, Nq), always packed
-        dlse = _among_nans(values.unsqueeze(-1), _packed(*values.shape, 1)).squeeze(-1)
+        column = values.unsqueeze(-1)
+        dlse = _among_nans(column, _packed(*column.shape)).squeeze(-1)
         return dlse.squeeze(1) if spec.layout == "bnd" else dlse
     layout = spec.layout_do if name == "do" and spec.layout_do else spec.layout
     return LAYOUTS[layout](values, spec)

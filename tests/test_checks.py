@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common import GuardedBuffers, Mask, Problem, Target, empty
-from harness.checks import NAIVE_CAP, NAMES, Check, Trial, Truth, Yardstick, compare
+from harness.checks import NAMES, RELATIVE_CAP, Check, Trial, Truth, Yardstick, by_segment, compare
 from harness.inputs import InputSpec, make_inputs
 from harness.records import RecordFile, check_record
 from harness.suites import load_suite
@@ -295,23 +295,98 @@ def test_rows_that_see_no_key_have_to_be_exactly_zero() -> None:
 
 def test_infinity_has_to_be_met_exactly() -> None:
     oracle = torch.tensor([[[-math.inf, 1.0]]], dtype=torch.float64)
-    yardstick = Yardstick(oracle, 0.0, 1e-6)
+    yardstick = Yardstick(oracle, *(torch.tensor([[[x]]]) for x in (1.0, 0.0, 1e-6)))
     assert compare("lse", torch.tensor([[[-math.inf, 1.0]]]), yardstick).passed
     assert not compare("lse", torch.tensor([[[-1e30, 1.0]]]), yardstick).passed
     assert not compare("lse", torch.tensor([[[-math.inf, -math.inf]]]), yardstick).passed
 
 
+def scaled(tensor: int, rows: slice, factor: float) -> Callable:
+    """What `wrong` plants: these rows of one output times a factor."""
+
+    def change(outputs: tuple, inputs: tuple) -> None:
+        outputs[tensor][..., rows, :] *= factor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("direction", "tensor", "rows"),
+    [
+        ("forward", 0, slice(768, None)),
+        ("backward", 0, slice(768, None)),
+        ("backward", 1, slice(896, None)),
+        ("backward", 2, slice(896, None)),
+    ],
+)
+def test_large_rows_do_not_excuse_small_ones(direction: str, tensor: int, rows: slice) -> None:
+    problem = Problem(1, 1, 1, 1024, 1024, 64, torch.bfloat16, Mask.causal())
+    inputs = make_inputs(problem, InputSpec(), seed=0, device=CPU)
+    truth = Truth(problem, inputs)
+    right = Trial(FakePort(), problem, inputs, truth, target=ADA)
+    assert right.check(direction).verdict == "pass"  # type: ignore[arg-type]
+    port = wrong(direction, scaled(tensor, rows, 0.9))
+    name = NAMES[direction][tensor]  # type: ignore[index]
+    check = Trial(port, problem, inputs, truth, target=ADA).check(direction)  # type: ignore[arg-type]
+    assert f"{name}: error" in complaint(check)
+    assert check.tensors[tensor].worst.index[2] >= rows.start  # type: ignore[union-attr]
+
+
+def test_one_hot_row_excuses_no_other_head_and_no_other_segment() -> None:
+    problem = Problem(1, 2, 2, 128, 128, 16, torch.bfloat16, Mask())
+    inputs = make_inputs(problem, InputSpec(), seed=0, device=CPU)
+    inputs.v[0, 0] *= 1000
+    inputs.do[0, 0, 0] *= 1000
+    truth = Truth(problem, inputs)
+    assert Trial(FakePort(), problem, inputs, truth, target=ADA).check("backward").verdict == "pass"
+
+    def spoil(outputs: tuple, inputs: tuple) -> None:
+        outputs[0][0, 1] *= 0.9
+
+    for direction, name in (("forward", "o"), ("backward", "dq")):
+        check = Trial(wrong(direction, spoil), problem, inputs, truth, target=ADA).check(direction)  # type: ignore[arg-type]
+        assert f"{name}: error" in complaint(check)
+
+    def spoil_rows(outputs: tuple, inputs: tuple) -> None:
+        outputs[0][0, 0, 64:] *= 0.9
+
+    check = Trial(wrong("backward", spoil_rows), problem, inputs, truth, target=ADA).check("backward")
+    assert check.tensors[0].worst.index[:2] == (0, 0)  # type: ignore[union-attr]
+    assert "dq: error" in complaint(check)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_large_logits_do_not_excuse_zeros(dtype: torch.dtype) -> None:
+    problem = Problem(1, 1, 1, 64, 64, 64, dtype, Mask())
+    port = wrong("forward", lambda out, _: (out[0].zero_(), out[1]))
+    check = trial(port, problem, InputSpec(scale_q=1000, scale_k=1000)).check("forward")
+    assert "o: error" in complaint(check)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 127, 128, 1000, 1024, 1025, 16384])
+def test_segments_have_64_rows_or_more_and_are_16_at_most(length: int) -> None:
+    rows = torch.arange(length).expand(2, 3, length)
+    largest = by_segment("lse", rows)
+    assert largest.shape[:2] == (2, 3)
+    assert 1 <= largest.shape[2] <= 16
+    lengths = largest[0, 0].diff(prepend=torch.tensor([-1]))
+    assert length < 64 or lengths.min() >= 64
+    assert length == 0 or int(largest[0, 0, -1]) == length - 1
+    assert length < 1024 or largest.shape[2] == 16
+
+
 @pytest.mark.parametrize("naive", [math.inf, 100.0])
 def test_a_naive_attention_that_breaks_excuses_nobody(naive: float) -> None:
-    yardstick = Yardstick(torch.full((1, 1, 1, 1), 4.0, dtype=torch.float64), naive, 0.0)
-    assert yardstick.allowed == 2 * NAIVE_CAP * 4
+    oracle = torch.full((1, 1, 1, 1), 4.0, dtype=torch.float64)
+    yardstick = Yardstick(oracle, *(torch.tensor([[[x]]]) for x in (4.0, naive, 0.0)))
+    assert float(yardstick.allowed) == 2 * RELATIVE_CAP * 4
 
 
 def test_fp16_scores_that_overflow_leave_a_usable_check() -> None:
     problem = Problem(1, 1, 1, 40, 40, 64, torch.float16, Mask())
     spec = InputSpec(scale_q=100, scale_k=100)
     inputs = make_inputs(problem, spec, seed=0, device=CPU)
-    assert Truth(problem, inputs).forward()["o"].naive == math.inf
+    assert Truth(problem, inputs).forward()["o"].naive.isinf().all()
     assert trial(FakePort(), problem, spec).check("forward").verdict == "pass"
     assert trial(FakePort("no rescale of the accumulator"), problem, spec).check("forward").verdict == "fail"
 
@@ -320,12 +395,12 @@ def test_the_naive_attention_is_the_same_head_by_head(monkeypatch: pytest.Monkey
     problem = Problem(2, 4, 2, 33, 47, 16, torch.bfloat16, Mask.causal())
     inputs = make_inputs(problem, InputSpec(), seed=0, device=CPU)
     whole = Truth(problem, inputs)
-    no_costs = dict.fromkeys(NAMES["backward"], 0.0)
+    no_costs = dict.fromkeys(NAMES["backward"], torch.zeros(1))
     expected = whole.forward() | whole.backward(no_costs, with_dlse=True)
     monkeypatch.setattr("harness.checks.NAIVE_SCORES_AT_ONCE", 0)
     parts = Truth(problem, inputs)
     for name, yardstick in (parts.forward() | parts.backward(no_costs, with_dlse=True)).items():
-        assert yardstick.naive == pytest.approx(expected[name].naive, rel=0.5)
+        torch.testing.assert_close(yardstick.naive, expected[name].naive, rtol=0.5, atol=0)
 
 
 def test_a_check_becomes_a_record_with_infinities_as_words(tmp_path) -> None:  # type: ignore[no-untyped-def]
