@@ -41,7 +41,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 class GuardedBuffers:
     """A context in which `empty` and `empty_like` hand out poisoned buffers between guard zones (this thread's only).
 
-    `faults()` tells, after the launches, which buffers were written outside.
+    `faults()` tells, after the launches, which buffers were written outside; `holds()`, whether a result lies in one.
     """
 
     GUARD_BYTES = 64 * 1024
@@ -70,6 +70,18 @@ class GuardedBuffers:
             flat.fill_(math.nan)
         self._buffers.append((f"{tuple(like.shape)} {like.dtype}", raw, size))
         return flat.as_strided(like.shape, like.stride())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies wholly in one of these buffers; one without elements does."""
+        if not tensor.numel():
+            return True
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first, last = tensor.data_ptr(), tensor.data_ptr() + span * tensor.dtype.itemsize
+        for _, raw, size in self._buffers:
+            begin = raw.data_ptr() + self.GUARD_BYTES
+            if tensor.device == raw.device and begin <= first and last <= begin + size:
+                return True
+        return False
 
     def faults(self) -> list[str]:
         """One line for each buffer that was written outside; empty when none was."""

@@ -1,29 +1,36 @@
 """When a result counts as right.
 
-Inputs are fresh and seeded. The truth is computed in float64 from the same rounded inputs. With
+Inputs are fresh and seeded. The truth is computed in float64 from the same rounded inputs. Every head is held by
+segments of its rows, of queries for o, lse and dq and of keys for dk and dv: up to 16 of 64 rows or more, so that rows
+whose values are large excuse none whose values are small. With
 
     error   = max |x - truth|
     allowed = 2 · min(naive, |truth|max / 32) + floor
 
-a tensor passes when error <= allowed, where
+of one segment of one head, a tensor passes when error <= allowed in all of them, where
 
 - `naive` is the error of the plain PyTorch attention in the dtype of the tensor: the input's for o, dq, dk, dv, and
   fp32 for lse. It counts for a 32nd of the largest truth at most, also where it is not finite, so that an input that
   breaks the plain attention (scores past fp16, logits past what bf16 resolves) excuses nobody else.
 - `floor` is the rounding that no FlashAttention avoids, however lucky the plain attention was. For lse: 4 units of
-  fp32, which is what scores summed in fp32 carry, and what p = exp(s - lse) inherits as a relative error. For o: half
-  a unit in the last place of the largest truth, and that relative error. For dq, dk, dv: half a unit of the result and
-  half a unit of p or ds, which are rounded for the product; that relative error; and twice what it costs, computed in
-  float64, that delta = rowsum(do · o) reads the o that the forward rounded (and that passed), and is summed in fp32.
+  fp32, which is what scores summed in fp32 carry. p = exp(s - lse) inherits it as a relative error, which counts for a
+  32nd at most too. For o: half a unit in the last place of the largest truth, and that relative error. For dq, dk, dv:
+  half a unit of the result and half a unit of p or ds, which are rounded for the product; that relative error, for dk
+  and dv of all queries; and twice what it costs, computed in float64, that delta = rowsum(do · o) reads the o that the
+  forward rounded (and that passed), and is summed in fp32.
+
+What is reported of a tensor is the segment with the largest error over allowed.
 
 An infinite truth (lse of a row that sees no key) must be met exactly, and such a row's o and dq must be exactly 0. A
 NaN never passes, and neither does infinity where the truth is finite.
 
 Beside the numbers a check holds the contract: shape, dtype and device; inputs untouched; nothing read before it was
 written and nothing written outside (outputs and scratch are filled with NaN and lie between guard zones, see
-`common.GuardedBuffers`); the forward bitwise equal when launched again, in memory of its own; dk and dv as well, and
-dq with `deterministic=True`. The backward starts from the port's own o and lse, with a random do, and with a random
-dlse in its default form and without one in its deterministic form.
+`common.GuardedBuffers`, and outputs that do not lie there are a fault); the forward bitwise equal when launched again,
+in memory of its own; dk and dv as well, and dq with `deterministic=True`. Before the launch that is compared comes one
+on a decoy, other inputs of the same form in other memory, so that a port that keeps inputs or results of its first
+launch is wrong in its second. The inputs lie among NaNs, see `harness.inputs`. The backward starts from the port's own
+o and lse, with a random do, and with a random dlse in its default form and without one in its deterministic form.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -40,10 +47,11 @@ from common import Direction, GuardedBuffers, Port, Problem, Switches, Target, T
 from reference import naive_backward, naive_forward, oracle_backward, oracle_forward
 
 from .errors import one_line
-from .inputs import Inputs
+from .inputs import Inputs, make_decoy
 
 NAIVE_FACTOR = 2
-NAIVE_CAP = 1 / 32  # of the largest |truth|
+RELATIVE_CAP = 1 / 32  # of the largest |truth|
+SEGMENTS_MOST, SEGMENT_ROWS = 16, 64
 LSE_FLOOR_ULPS = 4
 FP32_EPS = torch.finfo(torch.float32).eps
 NAIVE_SCORES_AT_ONCE = 2**28  # above it the naive attention is computed head by head, so that it fits
@@ -53,10 +61,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 NAMES: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
 RULE = (
+    f"for each head and each of up to {SEGMENTS_MOST} segments of {SEGMENT_ROWS} rows or more: "
     f"error = max|x - float64 oracle|; allowed = {NAIVE_FACTOR} x min(error of PyTorch's plain attention in the same "
-    f"dtype, max|oracle|/{1 / NAIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
-    "max(1, max|lse|); for o: (eps/2 + f) x max|oracle|; for gradients: (eps + f) x max|oracle| + 2 x what the rounded "
-    "o costs through delta"
+    f"dtype, max|oracle|/{1 / RELATIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
+    f"max(1, max|lse|); for o: (eps/2 + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle|; for gradients: (eps + min(f, "
+    f"1/{1 / RELATIVE_CAP:.0f})) x max|oracle| + 2 x what the rounded o costs through delta; shown is the largest "
+    "error / allowed"
 )
 
 
@@ -81,7 +91,10 @@ class Worst:
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """One tensor against the truth: `error` beside what is `allowed`, and what that is made of."""
+    """One tensor against the truth: `error` beside what is `allowed`, and what that is made of.
+
+    All of it, and the `worst` element, of the segment whose error is the largest beside its allowed one.
+    """
 
     name: str
     error: float
@@ -109,7 +122,7 @@ class Check:
 
     tensors: the comparisons. faults: broken promises in words, beside the comparisons; empty when it passed.
     reason: why the port does not support it, or how it raised. tile: None when the port has no choice of one.
-    seconds: wall time of the first call, compilation included, and of the second.
+    seconds: wall time of the first call (a port's is the decoy's), compilation included, and of the second.
     """
 
     port: str
@@ -139,17 +152,21 @@ class Check:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What one tensor is compared with: the truth in float64, the error of the naive attention (inf where that is not
-    finite) and the rounding that no implementation avoids."""
+    """What one tensor is compared with, the numbers by segment: `(B, H, segments)`, or `(B, segments)` without heads.
+
+    oracle: the truth in float64. largest: its largest finite magnitude. naive: the error of the naive attention, inf
+    where that is not finite. floor: the rounding that no implementation avoids.
+    """
 
     oracle: torch.Tensor
-    naive: float
-    floor: float
+    largest: torch.Tensor
+    naive: torch.Tensor
+    floor: torch.Tensor
 
     @property
-    def allowed(self) -> float:
+    def allowed(self) -> torch.Tensor:
         """The largest error that passes."""
-        return NAIVE_FACTOR * min(self.naive, NAIVE_CAP * _largest(self.oracle)) + self.floor
+        return NAIVE_FACTOR * torch.minimum(self.naive, RELATIVE_CAP * self.largest) + self.floor
 
 
 class Truth:
@@ -167,7 +184,7 @@ class Truth:
         """The yardsticks of o and lse."""
         return self._once("forward", False)
 
-    def backward(self, costs: dict[str, float], *, with_dlse: bool) -> dict[str, Yardstick]:
+    def backward(self, costs: dict[str, torch.Tensor], *, with_dlse: bool) -> dict[str, Yardstick]:
         """The yardsticks of dq, dk and dv. costs: what `cost_of_delta` tells of the o that the backward starts from.
 
         with_dlse: the gradients include what flows through lse.
@@ -187,9 +204,12 @@ class Truth:
         naive_o, _ = _by_heads(naive_forward, (x.q, x.k, x.v), problem)
         in_fp32 = replace(problem, dtype=torch.float32)
         _, naive_lse = _by_heads(naive_forward, (x.q.float(), x.k.float(), x.v.float()), in_fp32)
+        largest, largest_lse = largest_by_segment("o", o), largest_by_segment("lse", lse)
+        lse_floor = _lse_floor(largest_lse)
+        floor = _half_unit(largest, problem.dtype) + lse_floor.clamp(max=RELATIVE_CAP) * largest
         return {
-            "o": Yardstick(o, max_error(naive_o, o), _half_unit(o, problem.dtype) + _lse_floor(lse) * _largest(o)),
-            "lse": Yardstick(lse, max_error(naive_lse, lse), _lse_floor(lse)),
+            "o": Yardstick(o, largest, by_segment("o", _distance(naive_o, o)), floor),
+            "lse": Yardstick(lse, largest_lse, by_segment("lse", _distance(naive_lse, lse)), lse_floor),
         }
 
     def _backward(self, with_dlse: bool) -> dict[str, Yardstick]:
@@ -197,16 +217,21 @@ class Truth:
         arguments = (x.do, x.dlse if with_dlse else None, x.q, x.k, x.v)
         oracle = oracle_backward(*arguments, problem)
         naive = _by_heads(naive_backward, arguments, problem)
-        lse = self.forward()["lse"].oracle
-        return {
-            name: Yardstick(
-                true, max_error(plain, true), 2 * _half_unit(true, problem.dtype) + _lse_floor(lse) * _largest(true)
-            )
-            for name, true, plain in zip(NAMES["backward"], oracle, naive, strict=True)
-        }
+        of_queries = _lse_floor(self.forward()["lse"].largest)
+        of_keys = of_queries.amax(-1, keepdim=True)  # a key is in the sums of all queries of its head's group
+        if of_keys.dim() == 3:
+            of_keys = of_keys.unflatten(1, (problem.heads_kv, problem.group)).amax(2)
+        yardsticks = {}
+        for name, true, plain in zip(NAMES["backward"], oracle, naive, strict=True):
+            largest = largest_by_segment(name, true)
+            inherited = (of_queries if name == "dq" else of_keys).clamp(max=RELATIVE_CAP)
+            floor = 2 * _half_unit(largest, problem.dtype) + inherited * largest
+            yardsticks[name] = Yardstick(true, largest, by_segment(name, _distance(plain, true)), floor)
+        return yardsticks
 
-    def cost_of_delta(self, o: torch.Tensor) -> dict[str, float]:
-        """By how much dq, dk and dv err in a backward that is exact but for delta = rowsum(do · o) from this o."""
+    def cost_of_delta(self, o: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By how much dq, dk and dv err, by segment, in a backward that is exact but for delta = rowsum(do · o) from
+        this o."""
         x, o_true = self._inputs, self.forward()["o"].oracle
         do = x.do.double()
         sums = 2 * FP32_EPS * (do * o_true).abs().sum(-1)  # two fp32 sums that should cancel, as in ds = p (dp - delta)
@@ -215,16 +240,34 @@ class Truth:
         error = (do * (o.double() - o_true)).sum(-1) + signs * sums
         # The gradients are linear in delta, and dlse enters as -delta: so an error of delta costs what dlse would.
         costs = oracle_backward(torch.zeros_like(x.do), error, x.q, x.k, x.v, self._problem)
-        return {name: _largest(cost) for name, cost in zip(NAMES["backward"], costs, strict=True)}
+        return {name: largest_by_segment(name, cost) for name, cost in zip(NAMES["backward"], costs, strict=True)}
 
 
-def _half_unit(oracle: torch.Tensor, dtype: torch.dtype) -> float:
+def _half_unit(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     info = torch.finfo(dtype)
-    return info.eps / 2 * max(_largest(oracle), info.tiny)
+    return info.eps / 2 * largest.clamp(min=info.tiny)
 
 
-def _lse_floor(lse: torch.Tensor) -> float:
-    return LSE_FLOOR_ULPS * FP32_EPS * max(1.0, _largest(lse))
+def _lse_floor(largest: torch.Tensor) -> torch.Tensor:
+    return LSE_FLOOR_ULPS * FP32_EPS * largest.clamp(min=1.0)
+
+
+def by_segment(name: str, values: torch.Tensor) -> torch.Tensor:
+    """The largest of each head's segments, `(B, H, segments)`, of values of the shape of the tensor of that name."""
+    rows = values if name == "lse" else values.amax(-1)
+    if not rows.shape[-1]:
+        return rows.new_zeros((*rows.shape[:-1], 1))
+    return torch.stack([part.amax(-1) for part in _segments(rows, dim=-1)], dim=-1)
+
+
+def largest_by_segment(name: str, values: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of each segment; 0 of nothing."""
+    return by_segment(name, values.abs().where(values.isfinite(), 0.0))
+
+
+def _segments(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+    """The values split along their rows, at nearly equal lengths, and none below SEGMENT_ROWS unless all rows are."""
+    return values.tensor_split(min(SEGMENTS_MOST, max(1, values.shape[dim] // SEGMENT_ROWS)), dim)
 
 
 def _by_heads(function: Callable[..., Tensors], tensors: tuple[torch.Tensor | None, ...], problem: Problem) -> Tensors:
@@ -250,15 +293,26 @@ def compare(name: str, value: torch.Tensor, yardstick: Yardstick) -> TensorCheck
     """One tensor, in its own dtype and of the oracle's shape, by the rule at the head of this file."""
     oracle = yardstick.oracle
     distance = _distance(value, oracle)
-    worst = None
-    if distance.numel():
-        place = [int(i) for i in torch.unravel_index(distance.argmax(), distance.shape)]
-        where = tuple(place)
-        # (B, N, D) inputs leave the head out; it is head 0.
-        has_head = oracle.dim() == (3 if name == "lse" else 4)
-        index = where if has_head else (where[0], 0, *where[1:])
-        worst = Worst(index, float(value[where]), float(oracle[where]))
-    return TensorCheck(name, _max(distance), yardstick.allowed, yardstick.naive, yardstick.floor, worst)
+    if not distance.numel():
+        return TensorCheck(name, 0.0, 0.0, 0.0, 0.0, None)
+    errors, allowed = by_segment(name, distance), yardstick.allowed
+    ratios = (errors / allowed).masked_fill(errors == 0, 0.0)
+    *head, which = _place(ratios)
+    segments = _segments(distance[tuple(head)], dim=0)
+    row, *column = _place(segments[which])
+    row += sum(len(before) for before in segments[:which])
+    where = (*head, row, *column)
+    # (B, N, D) inputs leave the head out; it is head 0.
+    has_head = oracle.dim() == (3 if name == "lse" else 4)
+    index = where if has_head else (where[0], 0, *where[1:])
+    worst = Worst(index, float(value[where]), float(oracle[where]))
+    error, allow, naive, floor = (float(x[(*head, which)]) for x in (errors, allowed, yardstick.naive, yardstick.floor))
+    return TensorCheck(name, error, allow, naive, floor, worst)
+
+
+def _place(values: torch.Tensor) -> list[int]:
+    """The index of the largest."""
+    return [int(i) for i in torch.unravel_index(values.argmax(), values.shape)]
 
 
 def _compare_all(outputs: Tensors, truth: dict[str, Yardstick]) -> tuple[TensorCheck, ...]:
@@ -278,20 +332,18 @@ def max_error(value: torch.Tensor, oracle: torch.Tensor) -> float:
     return _max(_distance(value, oracle))
 
 
-def _largest(oracle: torch.Tensor) -> float:
-    """The largest finite magnitude; 0 of nothing."""
-    return _max(oracle.abs().where(oracle.isfinite(), 0.0))
-
-
 def _max(tensor: torch.Tensor) -> float:
     return float(tensor.max()) if tensor.numel() else 0.0
 
 
 @dataclass(frozen=True)
 class _Call:
+    """What a launch returned, which promises about memory it broke, its seconds, and the outputs not in the guard."""
+
     outputs: Tensors
     faults: list[str]
     seconds: float
+    unguarded: list[int]
 
 
 def _call(function: Callable[[], Tensors], inputs: dict[str, torch.Tensor]) -> _Call:
@@ -306,7 +358,8 @@ def _call(function: Callable[[], Tensors], inputs: dict[str, torch.Tensor]) -> _
     seconds = time.perf_counter() - start
     faults = guard.faults()
     faults += [f"changed its input {name}" for name, tensor in inputs.items() if not _same_bits(tensor, before[name])]
-    return _Call(outputs, faults, seconds)
+    unguarded = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and not guard.holds(x)]
+    return _Call(outputs, faults, seconds, unguarded)
 
 
 def _wait(device: torch.device) -> None:
@@ -349,6 +402,20 @@ def _not_repeated(names: tuple[str, ...], first: Tensors, second: Tensors, how: 
     return faults
 
 
+@dataclass
+class _Runs:
+    """The launches of one check: what the compared one and the decoy returned, and what was wrong with any of them.
+
+    ill_formed: some outputs are of a form that cannot be compared, and no launch followed. seconds: of the first two.
+    """
+
+    outputs: Tensors = ()
+    decoy: Tensors = ()
+    faults: list[str] = field(default_factory=list)
+    ill_formed: bool = False
+    seconds: tuple[float, ...] = ()
+
+
 class Trial:
     """One port on one problem's inputs: its checks, and then the launches to time, of the very same calls.
 
@@ -373,6 +440,8 @@ class Trial:
         self._is_baseline = is_baseline
         self._forward_check: Check | None = None
         self._saved: Tensors = ()
+        self._decoy: Inputs | None = None
+        self._decoy_saved: Tensors = ()
 
     def check(self, direction: Direction) -> Check:
         """The verdict on a direction. Whatever the port raises is a verdict too."""
@@ -397,19 +466,18 @@ class Trial:
     def launch(self, direction: Direction) -> Callable[[], Tensors]:
         """What a timing launches: the call that was checked. For the backward, runs the forward first."""
         if direction == "forward":
-            return self._run_forward
-        self._saved = self._run_forward()
-        return self._run_backward
+            return self._forward_on(self._inputs)
+        self._saved = self._forward_on(self._inputs)()
+        return self._backward_on(self._inputs, self._saved)
 
-    def _run_forward(self) -> Tensors:
-        x = self._inputs
-        return self._port.forward(x.q, x.k, x.v, self._problem, **self._options())
+    def _forward_on(self, x: Inputs) -> Callable[[], Tensors]:
+        return lambda: self._port.forward(x.q, x.k, x.v, self._problem, **self._options())
 
-    def _run_backward(self, *, deterministic: bool = False) -> Tensors:
-        x, (o, lse) = self._inputs, self._saved
+    def _backward_on(self, x: Inputs, saved: Tensors, *, deterministic: bool = False) -> Callable[[], Tensors]:
+        o, lse = saved
         dlse = x.dlse if self._with_dlse(deterministic) else None
         options = self._options() | {"deterministic": deterministic}
-        return self._port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
+        return lambda: self._port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
 
     def _with_dlse(self, deterministic: bool) -> bool:
         return not deterministic and not self._is_baseline
@@ -422,19 +490,13 @@ class Trial:
         return Check(*about, verdict, **more)  # type: ignore[arg-type]
 
     def _check_forward(self, tile: Tile | None) -> Check:
-        x, names = self._inputs, NAMES["forward"]
-        like = (x.q, x.dlse)
-        first = _call(self._run_forward, {"q": x.q, "k": x.k, "v": x.v})
-        faults = first.faults + _ill_formed(names, first.outputs, like)
-        if _ill_formed(names, first.outputs, like):
-            return self._verdict("forward", tile, "fail", faults=tuple(faults), seconds=(first.seconds,))
-        second = _call(self._run_forward, {"q": x.q, "k": x.k, "v": x.v})
-        if not self._is_baseline:
-            faults += _not_repeated(names, first.outputs, second.outputs, "")
-        self._saved = first.outputs
-        tensors = _compare_all(first.outputs, self._truth.forward())
-        faults += self._unseen_rows("o", first.outputs[0])
-        return self._judge("forward", tile, tensors, faults, (first.seconds, second.seconds))
+        runs = self._launch_all("forward")
+        if runs.ill_formed:
+            return self._verdict("forward", tile, "fail", faults=tuple(runs.faults), seconds=runs.seconds)
+        self._saved, self._decoy_saved = runs.outputs, runs.decoy
+        tensors = _compare_all(runs.outputs, self._truth.forward())
+        faults = runs.faults + self._unseen_rows("o", runs.outputs[0])
+        return self._judge("forward", tile, tensors, faults, runs.seconds)
 
     def _check_backward(self, tile: Tile | None) -> Check:
         assert self._forward_check is not None
@@ -442,31 +504,57 @@ class Trial:
             raise Unsupported(self._forward_check.reason)
         if self._forward_check.verdict == "fail":
             return self._verdict("backward", tile, "fail", reason="not run: the forward it starts from failed")
-        x, names = self._inputs, NAMES["backward"]
-        like = (x.q, x.k, x.v)
-        guarded = x.named() | dict(zip(NAMES["forward"], self._saved, strict=True))
         costs = self._truth.cost_of_delta(self._saved[0])
         faults: list[str] = []
         seconds: list[float] = []
         results: list[tuple[TensorCheck, ...]] = []
         for deterministic in (False,) if self._is_baseline else (False, True):
-            how = " with deterministic=True" if deterministic else ""
-            first = _call(lambda: self._run_backward(deterministic=deterministic), guarded)  # noqa: B023
-            ill_formed = _ill_formed(names, first.outputs, like)
-            faults += first.faults + ill_formed
-            seconds.append(first.seconds)
-            if ill_formed:
-                return self._verdict("backward", tile, "fail", faults=tuple(faults), seconds=tuple(seconds))
+            runs = self._launch_all("backward", deterministic=deterministic)
+            faults += runs.faults
+            seconds += runs.seconds
+            if runs.ill_formed:
+                return self._verdict("backward", tile, "fail", faults=tuple(faults), seconds=tuple(seconds[:2]))
             truth = self._truth.backward(costs, with_dlse=self._with_dlse(deterministic))
-            results.append(_compare_all(first.outputs, truth))
-            faults += self._unseen_rows("dq", first.outputs[0])
-            second = _call(lambda: self._run_backward(deterministic=deterministic), guarded)  # noqa: B023
-            seconds.append(second.seconds)
-            if not self._is_baseline:
-                promised = slice(0 if deterministic else 1, None)  # dq only when it was asked for
-                faults += _not_repeated(names[promised], first.outputs[promised], second.outputs[promised], how)
-        tensors = tuple(max(runs, key=lambda t: t.ratio) for runs in zip(*results, strict=True))
+            results.append(_compare_all(runs.outputs, truth))
+            faults += self._unseen_rows("dq", runs.outputs[0])
+        tensors = tuple(max(both, key=lambda t: t.ratio) for both in zip(*results, strict=True))
         return self._judge("backward", tile, tensors, faults, tuple(seconds[:2]))
+
+    def _launch_all(self, direction: Direction, *, deterministic: bool = False) -> _Runs:
+        """Launches a port on the decoy, on the inputs, and on the inputs again; a baseline on the inputs twice."""
+        names, x = NAMES[direction], self._inputs
+        like = (x.q, x.dlse) if direction == "forward" else (x.q, x.k, x.v)
+        runs = _Runs()
+
+        def call(inputs: Inputs, saved: Tensors) -> _Call:
+            if direction == "forward":
+                read = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+                called = _call(self._forward_on(inputs), read)
+            else:
+                read = inputs.named() | dict(zip(NAMES["forward"], saved, strict=True))
+                called = _call(self._backward_on(inputs, saved, deterministic=deterministic), read)
+            ill_formed = _ill_formed(names, called.outputs, like)
+            runs.seconds += (called.seconds,)
+            runs.faults += called.faults + ill_formed
+            runs.ill_formed |= bool(ill_formed)
+            if not self._is_baseline and not ill_formed:
+                runs.faults += [f"{names[i]} is not in memory from common.empty" for i in called.unguarded]
+            return called
+
+        if not self._is_baseline:
+            if self._decoy is None:
+                self._decoy = make_decoy(x)
+            runs.decoy = call(self._decoy, self._decoy_saved).outputs
+        if not runs.ill_formed:
+            runs.outputs = call(x, self._saved).outputs
+        if not runs.ill_formed:
+            again = call(x, self._saved).outputs
+            if not self._is_baseline:
+                promised = slice(1 if direction == "backward" and not deterministic else 0, None)  # dq only when asked
+                how = " with deterministic=True" if deterministic else ""
+                runs.faults += _not_repeated(names[promised], runs.outputs[promised], again[promised], how)
+        runs.seconds = runs.seconds[:2]
+        return runs
 
     def _unseen_rows(self, name: str, output: torch.Tensor) -> list[str]:
         unseen = self._truth.forward()["lse"].oracle == -math.inf

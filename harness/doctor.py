@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from common.ports import is_written
 
 from .baselines import SDPA_FLASH
 from .environment import Environment
-from .errors import UsageError, one_line
+from .errors import one_line
 from .options import Format
 from .provenance import driver_version, git_commit, package_versions
+from .records import RecordFile
 from .run import PROBE, probe
 from .tables import Table, print_tables
 
@@ -43,6 +44,18 @@ def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str
 
     trouble: why a card that is there is not used. Raises UsageError when the JSON file cannot be written.
     """
+    with RecordFile(json_path) if json_path is not None else nullcontext() as records:
+        installed, ports = _examine(here, trouble, form)
+        if records is not None:
+            report = {"schema": 1, "kind": "doctor", "git": git_commit()}
+            report |= {"installed": [asdict(f) for f in installed], "ports": [asdict(f) for f in ports]}
+            records.write(report)
+    runs = any(finding.found in ("native", "interpreter", "CPU") for finding in ports)
+    return OK if runs else NOTHING_RUNS
+
+
+def _examine(here: Environment, trouble: str, form: Format) -> tuple[list[Finding], list[Finding]]:
+    """What is installed, and which ports run; prints both."""
     installed = _installed(here, trouble)
     ports = [_port(name, here) for name in common.port_names()] + [_baseline(here)]
     tables = [
@@ -50,15 +63,7 @@ def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str
         _table(f"Ports on {here.card}", ("port", "runs", "why, and what to do"), ports),
     ]
     print_tables(tables, form)
-    if json_path is not None:
-        report = {"schema": 1, "kind": "doctor", "git": git_commit()}
-        report |= {"installed": [asdict(f) for f in installed], "ports": [asdict(f) for f in ports]}
-        try:
-            json_path.write_text(json.dumps(report, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {json_path} cannot be written: {error.strerror}") from error
-    runs = any(finding.found in ("native", "interpreter", "CPU") for finding in ports)
-    return OK if runs else NOTHING_RUNS
+    return installed, ports
 
 
 def _table(title: str, columns: tuple[str, str, str], findings: list[Finding]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +25,16 @@ class RecordFile:
     """A file of records that appears under its name when it is complete.
 
     Until then its lines are in `FILE.partial`, flushed one by one; an interrupted run leaves them there, and an
-    earlier file of the name as it was. Raises UsageError when the place cannot be written to.
+    earlier file of the name as it was. Raises UsageError when the place cannot be written to, or what is there is no
+    regular file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Before anything is opened: a pipe would wait for a reader, and the end would replace a device by a file.
+        for place in (path, path.with_name(path.name + ".partial") if path.name else path):
+            _check_place(path, place)
         self.partial = path.with_name(path.name + ".partial")
-        if path.is_dir():
-            raise UsageError(f"--json {path} is a directory")
         try:
             self._file: TextIO = self.partial.open("w", encoding="utf-8")
         except OSError as error:
@@ -51,6 +54,30 @@ class RecordFile:
         self._file.close()
         if kind is None:
             os.replace(self.partial, self.path)
+
+
+def _check_place(path: Path, place: Path) -> None:
+    """Raises UsageError unless the place of a file of `--json path` is free, or a regular file's (links followed)."""
+    try:
+        mode = place.stat().st_mode
+    except FileNotFoundError:
+        return  # also a link to nowhere, which the file replaces
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--json {path} cannot be written: {reason}") from error
+    if not stat.S_ISREG(mode):
+        kind = next((kind for test, kind in _KINDS if test(mode)), "something else")
+        of = "" if place == path else f": {place.name}"
+        raise UsageError(f"--json {path} cannot be written{of}: it is {kind}, no regular file")
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 def _finite(value: Any) -> Any:

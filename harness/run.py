@@ -448,17 +448,22 @@ def _time_cells(result: Result) -> tuple[str, ...]:
 
 
 def _print_closing(session: Session) -> None:
-    if session.request.form is not Format.TEXT:
-        return
+    note = _closing(session)
+    if note:
+        print(f"# {note}" if session.request.form is Format.CSV else note)
+
+
+def _closing(session: Session) -> str:
     if not session.environment.has_gpu and "triton" in (port.name for port in session.ports):
-        print(
+        return (
             "No GPU is used here: Triton's interpreter ran the kernels, which has no speed, on the sizes that the "
             "suite shrinks to (cpu: in its file)."
         )
-    elif not session.environment.has_gpu:
-        print("No GPU is used here: nothing was timed, and the suite shrank to smaller sizes (cpu: in its file).")
-    elif session.request.timed and not session.suite.timed:
-        print(f"The suite {session.suite.name} is checked, not timed.")
+    if not session.environment.has_gpu:
+        return "No GPU is used here: nothing was timed, and the suite shrank to smaller sizes (cpu: in its file)."
+    if session.request.timed and not session.suite.timed:
+        return f"The suite {session.suite.name} is checked, not timed."
+    return ""
 
 
 def _status(session: Session, asked: int) -> int:

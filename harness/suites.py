@@ -16,6 +16,8 @@ and any of batch … mask may be a list: the problem then stands for all combina
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -28,16 +30,18 @@ import yaml
 
 from common import DTYPE_NAMES, Mask, Problem
 
-from .errors import UsageError, one_of
+from .errors import UsageError, one_line, one_of
 from .inputs import InputSpec
 
 FOLDER = Path(__file__).parent / "suites"
+SIZE_MAX, SIZE_DIGITS, ELEMENTS_MAX = 2**31 - 1, 18, 2**48  # no machine holds more
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MASKS = {"full": Mask(), "causal": Mask.causal(), "causal-topleft": Mask.causal("top_left")}
 
 _SUITE_KEYS = ("about", "defaults", "cpu", "timed", "problems")
 _SWEPT = ("batch", "heads", "len", "head_dim", "dtype", "scale", "mask")
 _FIELDS = (*_SWEPT, "inputs")
+_INPUT_KEYS = tuple(field.name for field in fields(InputSpec))
 _DEFAULTS = {"batch": 1, "heads": 1, "head_dim": 64, "dtype": "bf16", "scale": None, "mask": "full", "inputs": {}}
 
 
@@ -88,19 +92,48 @@ def load_suite(name: str, *, small: bool) -> Suite:
     path = FOLDER / f"{name}.yaml"
     if name not in suite_names():
         path = Path(name)
-        if path.suffix not in (".yaml", ".yml") and not path.exists():
+        if path.suffix not in (".yaml", ".yml") and not _exists(path):
             raise UsageError(one_of("suite", suite_names(), name) + "; or give the path of a .yaml file")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"suite {path} cannot be read: {reason}") from error
+    try:
+        content = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.YAMLError as error:
-        raise UsageError(f"suite {path} is no valid YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"suite {path} is no valid YAML: {_in_one_line(error)}") from error
+    except Exception as error:  # a value that is none of its tag, or nesting without end
+        raise UsageError(f"suite {path} is no valid YAML: {one_line(error)}") from error
     try:
         return _parse_suite(path.stem, content, small)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"suite {path.name}: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"suite {path.name}: {_in_one_line(error)}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that comes twice in a mapping is an error, not the loss of the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in keys:
+                    twice = f"the key {key.value!r} comes twice"
+                    raise yaml.constructor.ConstructorError(None, None, twice, key.start_mark)
+                keys.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, say
+        return False
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _parse_suite(name: str, content: Any, small: bool) -> Suite:
@@ -115,7 +148,7 @@ def _parse_suite(name: str, content: Any, small: bool) -> Suite:
         raise ValueError("problems must be a list with at least one entry")
     timed = content.get("timed", True)
     if not isinstance(timed, bool):
-        raise TypeError(f"timed must be true or false, got {timed!r}")
+        raise TypeError(f"timed must be true or false, got {_shown(timed)}")
     cases: dict[tuple[str, Problem, InputSpec], Case] = {}
     for position, entry in enumerate(content["problems"], start=1):
         label = str(entry["id"]) if isinstance(entry, Mapping) and "id" in entry else f"problem {position}"
@@ -138,6 +171,10 @@ def _parse_entry(entry: Any, defaults: dict, suite_cpu: dict, small: bool) -> It
         if key not in defaults | entry:
             raise ValueError(f"the problem lacks {key}")
     full = defaults | {name: value for name, value in entry.items() if name in _FIELDS}
+    for name in _SWEPT:
+        if full[name] == []:
+            raise ValueError(f"{name} is an empty list, which stands for no problem")
+    _check_keys("inputs", full["inputs"], _INPUT_KEYS)
     swept = [full[name] if isinstance(full[name], list) else [full[name]] for name in _SWEPT]
     for combination in product(*swept):
         values = dict(zip(_SWEPT, combination, strict=True)) | {"inputs": full["inputs"]}
@@ -152,6 +189,7 @@ def _shrink(name: str, value: Any, cpu: dict) -> Any:
         return value
     smaller = cpu[name]
     if name == "inputs":
+        _check_keys("cpu inputs", smaller, _INPUT_KEYS)
         return {**value, **smaller}
     if name != "mask" and isinstance(smaller, Mapping):
         return {str(key): to for key, to in smaller.items()}.get(str(value), value)
@@ -161,7 +199,10 @@ def _shrink(name: str, value: Any, cpu: dict) -> Any:
 def _problem(values: dict[str, Any]) -> Problem:
     heads_q, heads_kv = _pair("heads", values["heads"], "/")
     len_q, len_k = _pair("len", values["len"], "x")
-    return Problem(
+    for name, size in (("batch", values["batch"]), ("heads_q", heads_q), ("heads_kv", heads_kv)):
+        if isinstance(size, int) and size > SIZE_MAX:
+            raise ValueError(f"{name} must be at most {SIZE_MAX}")
+    problem = Problem(
         batch=values["batch"],
         heads_q=heads_q,
         heads_kv=heads_kv,
@@ -172,18 +213,34 @@ def _problem(values: dict[str, Any]) -> Problem:
         mask=_mask(values["mask"]),
         scale=values["scale"],
     )
+    if max(math.prod(problem.q_shape), math.prod(problem.kv_shape)) > ELEMENTS_MAX:
+        raise ValueError(f"the tensors have more than {ELEMENTS_MAX} elements")
+    return problem
 
 
 def _pair(name: str, value: Any, sign: str) -> tuple[int, int]:
-    parts = str(value).split(sign)
-    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{name} must be a number or two as in 8{sign}2, got {value!r}")
+    is_size = isinstance(value, str) or (type(value) is int and value < 10**SIZE_DIGITS)
+    parts = str(value).split(sign) if is_size else []
+    if len(parts) not in (1, 2) or not all(part.isdecimal() and len(part) <= SIZE_DIGITS for part in parts):
+        raise ValueError(f"{name} must be a number or two as in 8{sign}2, got {_shown(value)}")
     return int(parts[0]), int(parts[-1])
 
 
+def _shown(value: Any) -> str:
+    # A number of thousands of digits, or a list that aliases make endless, is named and not written out.
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # past the digits that Python writes
+        return "more digits than that"
+
+
+def _words(value: Any) -> str:
+    return value if isinstance(value, str) else _shown(value)
+
+
 def _dtype(value: Any) -> torch.dtype:
-    if value not in DTYPES:
-        raise ValueError(one_of("dtype", DTYPES, str(value)))
+    if not isinstance(value, str) or value not in DTYPES:
+        raise ValueError(one_of("dtype", DTYPES, _words(value)))
     return DTYPES[value]
 
 
@@ -191,19 +248,19 @@ def _mask(value: Any) -> Mask:
     if isinstance(value, Mapping):
         _check_keys("mask", value, tuple(field.name for field in fields(Mask)))
         return Mask(**value)
-    if value not in MASKS:
-        raise ValueError(one_of("mask", MASKS, str(value)) + "; or give left, right and corner")
+    if not isinstance(value, str) or value not in MASKS:
+        raise ValueError(one_of("mask", MASKS, _words(value)) + "; or give left, right and corner")
     return MASKS[value]
 
 
 def _inputs(value: Any) -> InputSpec:
-    _check_keys("inputs", value, tuple(field.name for field in fields(InputSpec)))
+    _check_keys("inputs", value, _INPUT_KEYS)
     return InputSpec(**value)
 
 
 def _check_keys(what: str, mapping: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"{what} must be a mapping, got {mapping!r}")
+        raise TypeError(f"{what} must be a mapping, got {_shown(mapping)}")
     for key in mapping:
         if key not in allowed:
             close = get_close_matches(str(key), allowed, n=1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from common import Mask, Problem, Target
-from harness.checks import NAIVE_CAP, NAMES, Check, Trial, Truth, Yardstick, compare
+from common import GuardedBuffers, Mask, Problem, Target, empty
+from harness.checks import NAMES, RELATIVE_CAP, Check, Trial, Truth, Yardstick, by_segment, compare
 from harness.inputs import InputSpec, make_inputs
 from harness.records import RecordFile, check_record
 from harness.suites import load_suite
@@ -118,17 +119,105 @@ def test_a_changed_input_is_seen() -> None:
     assert "changed its input k" in complaint(trial(wrong("forward", spoil)).check("forward"))
 
 
-def test_stale_results_are_wrong_on_fresh_inputs() -> None:
+def test_a_port_that_keeps_its_first_results_is_wrong() -> None:
+    kept: dict[str, tuple] = {}
+
+    def keep(direction: str, outputs: tuple, inputs: tuple) -> tuple:
+        first = kept.setdefault(direction, tuple(x.clone() for x in outputs))
+        return tuple(x.copy_(y) for x, y in zip(outputs, first, strict=True))
+
+    run = trial(FakePort(after=keep))
+    text = complaint(run.check("forward"))
+    assert "o: error" in text
+    assert "lse: error" in text
+
+    def keep_gradients(direction: str, outputs: tuple, inputs: tuple) -> tuple:
+        return keep(direction, outputs, inputs) if direction == "backward" else outputs
+
+    text = complaint(trial(FakePort(after=keep_gradients)).check("backward"))
+    assert all(f"{name}: error" in text for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("keeps", [{"q"}, {"k"}, {"v"}, {"q", "k"}, {"q", "k", "v"}])
+def test_a_port_that_keeps_its_first_inputs_is_wrong(keeps: set[str]) -> None:
+    class Keeping(FakePort):
+        def _forward(self, q, k, v, *rest):  # type: ignore[no-untyped-def]
+            if not hasattr(self, "kept"):
+                self.kept = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
+            given = {"q": q, "k": k, "v": v} | {name: self.kept[name] for name in keeps}
+            return super()._forward(*given.values(), *rest)
+
+    assert "o: error" in complaint(trial(Keeping()).check("forward"))
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_a_backward_that_keeps_one_of_its_first_inputs_is_wrong(position: int) -> None:
+    class Keeping(FakePort):
+        def _backward(self, *arguments):  # type: ignore[no-untyped-def]
+            if not hasattr(self, "kept"):
+                self.kept = arguments[position].clone()
+            with_dlse = arguments[1] is not None
+            kept = [self.kept if i == position and (i != 1 or with_dlse) else x for i, x in enumerate(arguments)]
+            return super()._backward(*kept)
+
+    assert "error" in complaint(trial(Keeping()).check("backward"))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_results_in_the_memory_of_an_earlier_call_are_seen(direction: str) -> None:
     kept: list[tuple] = []
 
-    def keep(outputs: tuple, inputs: tuple) -> tuple:
-        kept.append(tuple(x.clone() for x in outputs))
-        return kept[0]
+    def reuse(outputs: tuple, inputs: tuple) -> tuple:
+        kept.append(outputs)
+        return tuple(x.copy_(y) for x, y in zip(kept[0], outputs, strict=True))
 
-    port = wrong("forward", keep)
-    first = trial(port, seed=1).check("forward")
-    assert "o is returned in the memory of an earlier call" in complaint(first)
-    assert "o: error" in complaint(trial(port, seed=2).check("forward"))
+    text = complaint(trial(wrong(direction, reuse)).check(direction))  # type: ignore[arg-type]
+    assert f"{NAMES[direction][0]} is not in memory from common.empty" in text  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("direction", "tensor"), [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 2)])
+def test_a_result_in_memory_of_the_ports_own_is_seen(direction: str, tensor: int) -> None:
+    def own(outputs: tuple, inputs: tuple) -> tuple:
+        return tuple(x.clone() if i == tensor else x for i, x in enumerate(outputs))
+
+    name = NAMES[direction][tensor]  # type: ignore[index]
+    check = trial(wrong(direction, own)).check(direction)  # type: ignore[arg-type]
+    assert check.complaints() == [f"{name} is not in memory from common.empty"]
+
+
+def test_a_guard_tells_its_own_memory_from_any_other() -> None:
+    with GuardedBuffers() as guard:
+        mine = empty((4, 4), dtype=torch.float16, device=CPU)
+    with GuardedBuffers():
+        other = empty((4, 4), dtype=torch.float16, device=CPU)
+    assert guard.holds(mine)
+    assert guard.holds(mine[1:, ::2].mT)
+    assert guard.holds(mine[:0])
+    assert not guard.holds(other)
+    assert not guard.holds(mine.clone())
+    assert not guard.holds(mine.as_strided((4, 4), (4, 1), mine.storage_offset() + 1))
+
+
+def test_the_first_seconds_are_those_of_the_decoy() -> None:
+    def slow(outputs: tuple, inputs: tuple) -> None:
+        time.sleep(0 if slept else 0.5)
+        slept.append(True)
+
+    slept: list[bool] = []
+    check = trial(wrong("forward", slow)).check("forward")
+    assert check.verdict == "pass"
+    assert len(check.seconds) == 2
+    assert check.seconds[0] > 0.5 > check.seconds[1]
+
+
+def test_rows_past_the_end_are_nan_so_that_zero_times_them_shows() -> None:
+    class Reckless(FakePort):
+        def _forward(self, q, k, v, *rest):  # type: ignore[no-untyped-def]
+            o, lse = super()._forward(q, k, v, *rest)
+            beyond = v.as_strided(v.shape[2:], v.stride()[2:], v.storage_offset() + v[0, 0].numel())
+            return o.add_((0 * beyond).sum()), lse
+
+    assert "nan where the oracle has" in complaint(trial(Reckless()).check("forward"))
 
 
 @pytest.mark.parametrize(
@@ -206,23 +295,98 @@ def test_rows_that_see_no_key_have_to_be_exactly_zero() -> None:
 
 def test_infinity_has_to_be_met_exactly() -> None:
     oracle = torch.tensor([[[-math.inf, 1.0]]], dtype=torch.float64)
-    yardstick = Yardstick(oracle, 0.0, 1e-6)
+    yardstick = Yardstick(oracle, *(torch.tensor([[[x]]]) for x in (1.0, 0.0, 1e-6)))
     assert compare("lse", torch.tensor([[[-math.inf, 1.0]]]), yardstick).passed
     assert not compare("lse", torch.tensor([[[-1e30, 1.0]]]), yardstick).passed
     assert not compare("lse", torch.tensor([[[-math.inf, -math.inf]]]), yardstick).passed
 
 
+def scaled(tensor: int, rows: slice, factor: float) -> Callable:
+    """What `wrong` plants: these rows of one output times a factor."""
+
+    def change(outputs: tuple, inputs: tuple) -> None:
+        outputs[tensor][..., rows, :] *= factor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("direction", "tensor", "rows"),
+    [
+        ("forward", 0, slice(768, None)),
+        ("backward", 0, slice(768, None)),
+        ("backward", 1, slice(896, None)),
+        ("backward", 2, slice(896, None)),
+    ],
+)
+def test_large_rows_do_not_excuse_small_ones(direction: str, tensor: int, rows: slice) -> None:
+    problem = Problem(1, 1, 1, 1024, 1024, 64, torch.bfloat16, Mask.causal())
+    inputs = make_inputs(problem, InputSpec(), seed=0, device=CPU)
+    truth = Truth(problem, inputs)
+    right = Trial(FakePort(), problem, inputs, truth, target=ADA)
+    assert right.check(direction).verdict == "pass"  # type: ignore[arg-type]
+    port = wrong(direction, scaled(tensor, rows, 0.9))
+    name = NAMES[direction][tensor]  # type: ignore[index]
+    check = Trial(port, problem, inputs, truth, target=ADA).check(direction)  # type: ignore[arg-type]
+    assert f"{name}: error" in complaint(check)
+    assert check.tensors[tensor].worst.index[2] >= rows.start  # type: ignore[union-attr]
+
+
+def test_one_hot_row_excuses_no_other_head_and_no_other_segment() -> None:
+    problem = Problem(1, 2, 2, 128, 128, 16, torch.bfloat16, Mask())
+    inputs = make_inputs(problem, InputSpec(), seed=0, device=CPU)
+    inputs.v[0, 0] *= 1000
+    inputs.do[0, 0, 0] *= 1000
+    truth = Truth(problem, inputs)
+    assert Trial(FakePort(), problem, inputs, truth, target=ADA).check("backward").verdict == "pass"
+
+    def spoil(outputs: tuple, inputs: tuple) -> None:
+        outputs[0][0, 1] *= 0.9
+
+    for direction, name in (("forward", "o"), ("backward", "dq")):
+        check = Trial(wrong(direction, spoil), problem, inputs, truth, target=ADA).check(direction)  # type: ignore[arg-type]
+        assert f"{name}: error" in complaint(check)
+
+    def spoil_rows(outputs: tuple, inputs: tuple) -> None:
+        outputs[0][0, 0, 64:] *= 0.9
+
+    check = Trial(wrong("backward", spoil_rows), problem, inputs, truth, target=ADA).check("backward")
+    assert check.tensors[0].worst.index[:2] == (0, 0)  # type: ignore[union-attr]
+    assert "dq: error" in complaint(check)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_large_logits_do_not_excuse_zeros(dtype: torch.dtype) -> None:
+    problem = Problem(1, 1, 1, 64, 64, 64, dtype, Mask())
+    port = wrong("forward", lambda out, _: (out[0].zero_(), out[1]))
+    check = trial(port, problem, InputSpec(scale_q=1000, scale_k=1000)).check("forward")
+    assert "o: error" in complaint(check)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 127, 128, 1000, 1024, 1025, 16384])
+def test_segments_have_64_rows_or_more_and_are_16_at_most(length: int) -> None:
+    rows = torch.arange(length).expand(2, 3, length)
+    largest = by_segment("lse", rows)
+    assert largest.shape[:2] == (2, 3)
+    assert 1 <= largest.shape[2] <= 16
+    lengths = largest[0, 0].diff(prepend=torch.tensor([-1]))
+    assert length < 64 or lengths.min() >= 64
+    assert length == 0 or int(largest[0, 0, -1]) == length - 1
+    assert length < 1024 or largest.shape[2] == 16
+
+
 @pytest.mark.parametrize("naive", [math.inf, 100.0])
 def test_a_naive_attention_that_breaks_excuses_nobody(naive: float) -> None:
-    yardstick = Yardstick(torch.full((1, 1, 1, 1), 4.0, dtype=torch.float64), naive, 0.0)
-    assert yardstick.allowed == 2 * NAIVE_CAP * 4
+    oracle = torch.full((1, 1, 1, 1), 4.0, dtype=torch.float64)
+    yardstick = Yardstick(oracle, *(torch.tensor([[[x]]]) for x in (4.0, naive, 0.0)))
+    assert float(yardstick.allowed) == 2 * RELATIVE_CAP * 4
 
 
 def test_fp16_scores_that_overflow_leave_a_usable_check() -> None:
     problem = Problem(1, 1, 1, 40, 40, 64, torch.float16, Mask())
     spec = InputSpec(scale_q=100, scale_k=100)
     inputs = make_inputs(problem, spec, seed=0, device=CPU)
-    assert Truth(problem, inputs).forward()["o"].naive == math.inf
+    assert Truth(problem, inputs).forward()["o"].naive.isinf().all()
     assert trial(FakePort(), problem, spec).check("forward").verdict == "pass"
     assert trial(FakePort("no rescale of the accumulator"), problem, spec).check("forward").verdict == "fail"
 
@@ -231,12 +395,12 @@ def test_the_naive_attention_is_the_same_head_by_head(monkeypatch: pytest.Monkey
     problem = Problem(2, 4, 2, 33, 47, 16, torch.bfloat16, Mask.causal())
     inputs = make_inputs(problem, InputSpec(), seed=0, device=CPU)
     whole = Truth(problem, inputs)
-    no_costs = dict.fromkeys(NAMES["backward"], 0.0)
+    no_costs = dict.fromkeys(NAMES["backward"], torch.zeros(1))
     expected = whole.forward() | whole.backward(no_costs, with_dlse=True)
     monkeypatch.setattr("harness.checks.NAIVE_SCORES_AT_ONCE", 0)
     parts = Truth(problem, inputs)
     for name, yardstick in (parts.forward() | parts.backward(no_costs, with_dlse=True)).items():
-        assert yardstick.naive == pytest.approx(expected[name].naive, rel=0.5)
+        torch.testing.assert_close(yardstick.naive, expected[name].naive, rtol=0.5, atol=0)
 
 
 def test_a_check_becomes_a_record_with_infinities_as_words(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -24,6 +24,7 @@ from harness.environment import CPU, Environment
 from harness.errors import UsageError
 from harness.inputs import InputSpec, make_inputs
 from harness.options import Format
+from harness.records import RecordFile
 from harness.run import Request, run
 from harness.tables import Table, as_csv, as_markdown, as_text
 from reference import oracle_backward, oracle_forward
@@ -98,6 +99,20 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
         (("run", "--impl", "reference", "--direction", "sideways"), "--direction"),
         (("run", "--impl", "reference", "--rounds", "0"), "--rounds"),
         (("run", "--impl", "reference", *ONE_CASE, "--json", "/nowhere/x.jsonl"), "--json /nowhere/x.jsonl cannot be"),
+        *(
+            (("run", "--impl", "reference", *ONE_CASE, "--json", place), text)
+            for place, text in (
+                (".", "--json . cannot be written: it is a directory"),
+                ("", "--json . cannot be written: it is a directory"),
+                ("/", "--json / cannot be written: it is a directory"),
+                ("..", "--json .. cannot be written: it is a directory"),
+                ("/dev/null", "--json /dev/null cannot be written: it is a device, no regular file"),
+                ("x" * 400, "cannot be written: File name too long"),
+                ("x" * 250, "cannot be written: File name too long"),
+            )
+        ),
+        (("doctor", "--json", "/dev/null"), "--json /dev/null cannot be written: it is a device, no regular file"),
+        (("run", "--impl", "reference", "--suite", "x" * 400), "suite must be one of"),
         (("rn",), "No such command 'rn'"),
     ],
 )
@@ -329,9 +344,45 @@ def test_tables_come_as_text_markdown_and_csv() -> None:
 
 
 @pytest.mark.parametrize("form", list(Format))
-def test_every_format_prints_the_checks(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_format_prints_the_checks_and_the_closing_note(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Request(("reference",), only="scale", form=form), CPU) == 0
-    assert "b1-h1-n40-d64-bf16-full-s0.05" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "b1-h1-n40-d64-bf16-full-s0.05" in out
+    last = out.splitlines()[-1]
+    assert last.startswith("# No GPU is used here" if form is Format.CSV else "No GPU is used here")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link to a device", "partial is a pipe", "folder"])
+def test_records_replace_nothing_but_a_regular_file(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, pipe = tmp_path / "x.jsonl", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if kind == "pipe":
+        path = pipe
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "partial is a pipe":
+        pipe.rename(tmp_path / "x.jsonl.partial")
+    else:
+        path.symlink_to(pipe if kind == "link to a pipe" else "/dev/null")
+    before = sorted((p.name, p.lstat().st_mode) for p in tmp_path.iterdir())
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", "--impl", "reference", *ONE_CASE, "--json", str(path)])
+    out, err = capsys.readouterr()
+    assert (exit_.value.code, out, err.count("\n")) == (2, "", 1)
+    assert "no regular file" in err
+    assert sorted((p.name, p.lstat().st_mode) for p in tmp_path.iterdir()) == before
+
+
+def test_records_replace_a_regular_file_and_a_link_to_nowhere(tmp_path: Path) -> None:
+    old, link = tmp_path / "old", tmp_path / "link"
+    old.write_text("old")
+    link.symlink_to(tmp_path / "nowhere")
+    for path in (old, link):
+        with RecordFile(path) as records:
+            records.write({"a": 1})
+        assert path.read_text() == '{"a": 1}\n'
 
 
 def test_inputs_that_do_not_fit_cost_their_own_case(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import Mask
+from common import Mask, Problem
 from harness.errors import UsageError
-from harness.inputs import LAYOUTS, InputSpec, make_inputs
+from harness.inputs import LAYOUTS, InputSpec, make_decoy, make_inputs
 from harness.suites import load_suite, suite_names
 
 CPU = torch.device("cpu")
@@ -61,6 +61,16 @@ def test_quick_has_every_feature_of_the_contract() -> None:
         assert any(min(p.len_q, p.len_k) > 256 for p in quick)
 
 
+def test_several_problems_have_a_scale_of_their_own() -> None:
+    for name, least in (("quick", 4), ("hard", 2)):
+        own = [p for p in problems(name) if p.scale != p.head_dim**-0.5]
+        assert len({p.scale for p in own}) >= least
+        assert len({p.mask for p in own}) >= 2
+        if name == "quick":
+            assert len({p.head_dim for p in own}) >= 4
+            assert len({p.dtype for p in own}) == 3
+
+
 def test_walkthrough_long_and_fa2_are_those_of_the_contract() -> None:
     walk = problems("walkthrough")
     assert {(p.batch, p.heads_q, p.head_dim, p.dtype) for p in walk} == {(4, 8, 64, torch.bfloat16)}
@@ -97,6 +107,40 @@ GOOD = "about: x\nproblems:\n  - {id: a, len: 8, head_dim: 16}\n"
         ("[1, 2]\n", "the suite must be a mapping"),
         ("about: {\n", "is no valid YAML"),
         ("", "the suite must be a mapping"),
+        (GOOD.replace("len: 8", "len: []"), "a: len is an empty list, which stands for no problem"),
+        (GOOD.replace("head_dim: 16", "mask: []"), "a: mask is an empty list"),
+        (GOOD.replace("about: x", "about: 2024-99-99"), "is no valid YAML: ValueError: month must be in 1..12"),
+        (GOOD.replace("about: x", "about: !!bool maybe"), "is no valid YAML: KeyError"),
+        (GOOD.replace("about: x", "about: !!timestamp maybe"), "is no valid YAML: AttributeError"),
+        (GOOD.replace("about: x", "about: " + "[" * 5000), "is no valid YAML: RecursionError"),
+        (GOOD.replace("about: x", "about: {[1]: 2}"), "is no valid YAML: .*unhashable key"),
+        (GOOD.replace("about: x", "about: x\nabout: y"), "is no valid YAML: the key 'about' comes twice.*line 2"),
+        (GOOD.replace("head_dim: 16", "inputs: {scale_q: 1, scale_q: 2}"), "the key 'scale_q' comes twice"),
+        (GOOD.replace("head_dim: 16", "inputs: {row_stride: 1.5}"), "a: inputs row_stride must be an int, got float"),
+        (GOOD.replace("head_dim: 16", "inputs: {row_stride: -1}"), "a: inputs row_stride must be 0 to"),
+        (GOOD.replace("head_dim: 16", "inputs: {scale_q: .inf}"), "a: inputs scale_q must be finite in fp32, got inf"),
+        (GOOD.replace("head_dim: 16", "inputs: {scale_v: .nan}"), "a: inputs scale_v must be finite in fp32, got nan"),
+        (GOOD.replace("head_dim: 16", "inputs: {scale_k: 1.0e+39}"), "a: inputs scale_k must be finite in fp32"),
+        (GOOD.replace("head_dim: 16", "inputs: {planted_max: .nan}"), "a: inputs planted_max must be finite"),
+        (GOOD.replace("head_dim: 16", "inputs: {planted_max: -3}"), "a: inputs planted_max must be >= 0"),
+        (GOOD.replace("head_dim: 16", "inputs: {layout: [bhnd]}"), "a: inputs layout must be one of"),
+        (GOOD.replace("head_dim: 16", "inputs: 3"), "a: inputs must be a mapping, got 3"),
+        (GOOD.replace("head_dim: 16", "scale: .inf"), "a: scale must be finite"),
+        (GOOD.replace("head_dim: 16", "scale: 0"), "a: scale must be finite and > 0"),
+        (GOOD.replace("len: 8", "len: 3000000000"), "a: len_q must be <="),
+        (GOOD.replace("len: 8", "len: '" + "9" * 5000 + "'"), "a: len must be a number or two as in 8x2"),
+        (GOOD.replace("len: 8", "len: 0x" + "f" * 5000), "a: len must be a number or two as in 8x2"),
+        (GOOD.replace("len: 8", "len: [[8]]"), "a: len must be a number or two as in 8x2"),
+        (GOOD.replace("len: 8", "len: -8"), "a: len must be a number or two as in 8x2"),
+        (GOOD.replace("len: 8", "len: 8, batch: 99999999999"), "a: batch must be at most"),
+        (GOOD.replace("len: 8", "len: 8, batch: 0x" + "f" * 5000), "a: batch must be at most"),
+        (GOOD.replace("len: 8", "len: 8, batch: 2.5"), "a: batch must be an int"),
+        (GOOD.replace("len: 8", "len: 8, heads: 4000000000"), "a: heads_q must be at most"),
+        (GOOD.replace("len: 8", "len: 1000000000, batch: 1000000000"), "a: the tensors have more than"),
+        (GOOD.replace("head_dim: 16", "dtype: {a: 1}"), "a: dtype must be one of"),
+        (GOOD.replace("head_dim: 16", "mask: [[full]]"), "a: mask must be one of"),
+        (GOOD.replace("head_dim: 16", "mask: {left: .nan}"), "a: mask left must be"),
+        (GOOD.replace("id: a", 'id: "a\\nb"').replace("16", "17"), "a b: head_dim must be"),
     ],
 )
 def test_a_mistake_is_named_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -115,6 +159,10 @@ def test_an_unknown_suite_and_an_unreadable_file_are_named(tmp_path: Path) -> No
         load_suite(str(tmp_path / "none.yaml"), small=False)
     with pytest.raises(UsageError, match="cannot be read"):
         load_suite(str(tmp_path), small=False)
+    for long in ("x" * 400, "x" * 400 + ".yaml", "x/" * 3000):
+        with pytest.raises(UsageError, match="suite") as error:
+            load_suite(long, small=False)
+        assert "\n" not in str(error.value)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="it is no text"):
@@ -145,6 +193,40 @@ def test_a_layout_changes_strides_and_not_values(layout: str) -> None:
     assert torch.equal(x, y)
     assert (y.stride() == x.stride()) == (layout in ("bhnd", "offset_one"))
     assert (y.stride(-1) == 1) == (layout != "last_dim_strided")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("decoy", [False, True])
+def test_inputs_lie_among_nans(layout: str, decoy: bool) -> None:
+    problem = Problem(1 if layout == "bhnd" else 2, 1 if layout == "bnd" else 2, 1, 9, 5, 16, torch.float16)
+    inputs = make_inputs(problem, InputSpec(layout=layout, row_stride=48), seed=0, device=CPU)
+    for x in (make_decoy(inputs) if decoy else inputs).named().values():
+        assert x.isfinite().all()
+        storage = x.as_strided((x.untyped_storage().nbytes() // x.dtype.itemsize,), (1,), 0).clone()
+        assert storage[: x.storage_offset()].isnan().all()
+        assert x.storage_offset() >= 256
+        misaligned = layout == "offset_one" and x.dtype == torch.float16
+        assert x.data_ptr() % 16 == (2 if misaligned else 0)
+        within = torch.zeros_like(storage, dtype=torch.bool)
+        within.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+        assert storage[~within].isnan().all()
+        assert not within[-256:].any()
+
+
+def test_a_decoy_has_the_form_of_the_inputs_and_other_values_elsewhere() -> None:
+    for case in load_suite("quick", small=True).cases + load_suite("hard", small=True).cases:
+        inputs = make_inputs(case.problem, case.inputs, seed=0, device=CPU)
+        for (name, x), y in zip(inputs.named().items(), make_decoy(inputs).named().values(), strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+            if x.numel():
+                assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+                assert not torch.equal(x, y) or (name == "q" and case.inputs.scale_q == 0)
+
+
+def test_inputs_that_overflow_their_dtype_are_refused() -> None:
+    problem = Problem(1, 1, 1, 8, 8, 16, torch.float16)
+    with pytest.raises(ValueError, match="make a k that is not finite in fp16"):
+        make_inputs(problem, InputSpec(scale_k=1e5), seed=0, device=CPU)
 
 
 def test_the_planted_key_stands_out_for_every_query() -> None:
