@@ -13,11 +13,11 @@ of one segment of one head, a tensor passes when error <= allowed in all of them
   fp32 for lse. It counts for a 32nd of the largest truth at most, also where it is not finite, so that an input that
   breaks the plain attention (scores past fp16, logits past what bf16 resolves) excuses nobody else.
 - `floor` is the rounding that no FlashAttention avoids, however lucky the plain attention was. For lse: 4 units of
-  fp32, which is what scores summed in fp32 carry. p = exp(s - lse) inherits it as a relative error, which counts for a
-  32nd at most too. For o: half a unit in the last place of the largest truth, and that relative error. For dq, dk, dv:
-  half a unit of the result and half a unit of p or ds, which are rounded for the product; that relative error, for dk
-  and dv of all queries; and twice what it costs, computed in float64, that delta = rowsum(do · o) reads the o that the
-  forward rounded (and that passed), and is summed in fp32.
+  fp32, which is what scores summed in fp32 carry. For the others: half a unit in the last place of the largest truth,
+  and half a unit of p or ds, which are rounded for the product; the error of lse, which p = exp(s - lse) inherits as a
+  relative one and which counts for a 32nd at most too (for dk and dv, that of all queries); and for dq, dk, dv twice
+  what it costs, computed in float64, that delta = rowsum(do · o) reads the o that the forward rounded (and that
+  passed), and is summed in fp32.
 
 What is reported of a tensor is the segment with the largest error over allowed.
 
@@ -61,12 +61,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 NAMES: dict[Direction, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
 RULE = (
-    f"for each head and each of up to {SEGMENTS_MOST} segments of {SEGMENT_ROWS} rows or more: "
+    f"For each head and each of up to {SEGMENTS_MOST} segments of {SEGMENT_ROWS} rows or more: "
     f"error = max|x - float64 oracle|; allowed = {NAIVE_FACTOR} x min(error of PyTorch's plain attention in the same "
     f"dtype, max|oracle|/{1 / RELATIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
-    f"max(1, max|lse|); for o: (eps/2 + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle|; for gradients: (eps + min(f, "
-    f"1/{1 / RELATIVE_CAP:.0f})) x max|oracle| + 2 x what the rounded o costs through delta; shown is the largest "
-    "error / allowed"
+    f"max(1, max|lse|); for o and gradients: (eps + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle|, and for gradients "
+    f"{NAIVE_FACTOR} x what the rounded o costs through delta. Shown: the largest error / allowed."
 )
 
 
@@ -206,7 +205,7 @@ class Truth:
         _, naive_lse = _by_heads(naive_forward, (x.q.float(), x.k.float(), x.v.float()), in_fp32)
         largest, largest_lse = largest_by_segment("o", o), largest_by_segment("lse", lse)
         lse_floor = _lse_floor(largest_lse)
-        floor = _half_unit(largest, problem.dtype) + lse_floor.clamp(max=RELATIVE_CAP) * largest
+        floor = _floor(largest, lse_floor, problem.dtype)
         return {
             "o": Yardstick(o, largest, by_segment("o", _distance(naive_o, o)), floor),
             "lse": Yardstick(lse, largest_lse, by_segment("lse", _distance(naive_lse, lse)), lse_floor),
@@ -224,8 +223,7 @@ class Truth:
         yardsticks = {}
         for name, true, plain in zip(NAMES["backward"], oracle, naive, strict=True):
             largest = largest_by_segment(name, true)
-            inherited = (of_queries if name == "dq" else of_keys).clamp(max=RELATIVE_CAP)
-            floor = 2 * _half_unit(largest, problem.dtype) + inherited * largest
+            floor = _floor(largest, of_queries if name == "dq" else of_keys, problem.dtype)
             yardsticks[name] = Yardstick(true, largest, by_segment(name, _distance(plain, true)), floor)
         return yardsticks
 
@@ -243,9 +241,10 @@ class Truth:
         return {name: largest_by_segment(name, cost) for name, cost in zip(NAMES["backward"], costs, strict=True)}
 
 
-def _half_unit(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _floor(largest: torch.Tensor, lse_floor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of o and the gradients: half a unit of the result, half a unit of p or ds, and what p inherits from lse."""
     info = torch.finfo(dtype)
-    return info.eps / 2 * largest.clamp(min=info.tiny)
+    return 2 * (info.eps / 2) * largest.clamp(min=info.tiny) + lse_floor.clamp(max=RELATIVE_CAP) * largest
 
 
 def _lse_floor(largest: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,8 @@ def check_port(
     truth = Truth(problem, inputs)
     with GuardedBuffers() as guard:
         o, lse = port.forward(q, k, v, problem, **options)
+    assert guard.holds(o), "o is not in memory from common.empty"
+    assert guard.holds(lse), "lse is not in memory from common.empty"
     assert_allowed((o, lse), truth.forward(), problem.dtype)
     unseen = truth.forward()["lse"].oracle == -torch.inf
     assert not o[unseen].any(), "o is not 0 in rows that see no key"
@@ -53,6 +55,7 @@ def check_port(
         gradient = inputs.dlse if with_dlse else None
         with guard:
             grads = port.backward(inputs.do, gradient, q, k, v, o, lse, problem, **options, deterministic=deterministic)
+        assert all(guard.holds(x) for x in grads), "a gradient is not in memory from common.empty"
         label = " with dlse" if with_dlse else ""
         assert_allowed(grads, truth.backward(costs, with_dlse=with_dlse), problem.dtype, label)
         assert not grads[0][unseen].any(), "dq is not 0 in rows that see no key"
