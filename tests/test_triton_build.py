@@ -74,6 +74,7 @@ SHAPES = [
     {"heads_q": 3, "heads_kv": 3, "len_q": 300, "len_k": 77},
     {"batch": 2, "len_q": 16, "len_k": 1},
 ]
+UNSEEING = 3  # from this one on some rows see no key
 
 
 @pytest.fixture(scope="session")
@@ -189,7 +190,9 @@ def test_run_time_numbers_make_no_new_kernel(answers: dict[str, Any]) -> None:
     assert set(keys) == {"forward_kernel", "prepare_kernel", "dkdv_kernel", "dq_kernel"}
     for kernel, found in keys.items():
         assert len(found) == len(SHAPES)
-        assert len(set(found)) == 1, kernel
+        # The backward's walks are compiled once more for problems in which some row sees no key.
+        parts = [found[:UNSEEING], found[UNSEEING:]] if kernel in ("dkdv_kernel", "dq_kernel") else [found]
+        assert all(len(set(part)) == 1 for part in parts), kernel
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU machine the process does not interpret")
