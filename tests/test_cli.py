@@ -256,6 +256,7 @@ def test_a_port_that_supports_nothing_asked_for_is_status_2(
 def test_what_passed_is_timed_and_recorded_with_its_samples(
     fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
     monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
     path = tmp_path / "x.jsonl"
@@ -273,6 +274,7 @@ def test_what_failed_its_check_is_not_timed(
     fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_port.fault = "delta without dlse"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
     monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
     assert run(request(rounds=5), CPU) == 1
