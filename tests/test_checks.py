@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from common import GuardedBuffers, Mask, Problem, Target, empty
-from harness.checks import NAMES, RELATIVE_CAP, Check, Trial, Truth, Yardstick, by_segment, compare
+from harness.checks import (
+    NAMES,
+    RELATIVE_CAP,
+    Check,
+    Trial,
+    Truth,
+    Yardstick,
+    _floor,
+    by_segment,
+    compare,
+    largest_by_segment,
+)
 from harness.inputs import InputSpec, make_inputs
 from harness.records import RecordFile, check_record
 from harness.suites import load_suite
@@ -428,3 +439,14 @@ def test_an_interrupted_record_file_leaves_the_old_one(tmp_path) -> None:  # typ
         raise KeyboardInterrupt
     assert path.read_text() == "old\n"
     assert json.loads(records.partial.read_text()) == {"new": 1}
+
+
+def test_what_fp32_flushes_to_zero_is_allowed_and_nothing_larger() -> None:
+    # As where one key outweighs all others by e^80: the others' gradients are sums of terms near fp32's smallest.
+    oracle = torch.full((1, 1, 64, 16), 7e-35, dtype=torch.float64)
+    largest = largest_by_segment("dk", oracle)
+    floor = _floor(largest, torch.zeros_like(largest), torch.float32)
+    yardstick = Yardstick(oracle, largest, torch.zeros_like(largest), floor)
+    assert compare("dk", oracle.float() * 0.99, yardstick).passed
+    larger = Yardstick(oracle * 1e6, largest * 1e6, torch.zeros_like(largest), floor)
+    assert not compare("dk", oracle.float() * 1e6 * 0.99, larger).passed
