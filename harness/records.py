@@ -13,10 +13,10 @@ from typing import Any, TextIO
 
 from common import DTYPE_NAMES, Problem, Switches, Tile
 
-from .checks import Check
 from .errors import UsageError
 from .inputs import InputSpec
 from .timing import Timing
+from .trial import Check
 
 SCHEMA_VERSION = 1
 

@@ -19,7 +19,7 @@ from common import DTYPE_NAMES, Direction, Port, Problem, Switches, Target, Unsu
 
 from . import timing
 from .baselines import SDPA_FLASH, Baseline
-from .checks import NAMES, RULE, Check, Trial, Truth, Verdict
+from .checks import NAMES, RULE, Truth
 from .environment import Environment
 from .errors import UsageError, one_line, one_of
 from .inputs import Inputs, InputSpec, make_inputs
@@ -29,6 +29,7 @@ from .records import RecordFile, check_record
 from .suites import Case, Suite, load_suite
 from .tables import Table, print_tables
 from .timing import FLOP_CONVENTION, CudaStopwatch, Timing
+from .trial import Check, Trial, Verdict
 
 OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
 

@@ -14,8 +14,6 @@ from common import GuardedBuffers, Mask, Problem, Target, empty
 from harness.checks import (
     NAMES,
     RELATIVE_CAP,
-    Check,
-    Trial,
     Truth,
     Yardstick,
     _floor,
@@ -26,6 +24,7 @@ from harness.checks import (
 from harness.inputs import InputSpec, make_inputs
 from harness.records import RecordFile, check_record
 from harness.suites import load_suite
+from harness.trial import Check, Trial
 
 from .fakes import KERNEL_FAULTS, FakePort
 

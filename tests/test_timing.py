@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from common import Mask, Problem, Switches, Target
-from harness.checks import Check
 from harness.inputs import InputSpec
 from harness.run import Request, Result, Session, timing_tables
 from harness.suites import Case, Suite
@@ -22,6 +21,7 @@ from harness.timing import (
     ratio_of_medians,
     throttle_reasons,
 )
+from harness.trial import Check
 
 from .fakes import FakePort
 

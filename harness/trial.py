@@ -1,0 +1,299 @@
+"""One port on one set of inputs: launched, watched, and judged by the rule of `checks`.
+
+Beside the numbers a check holds the contract: shape, dtype and device; inputs untouched; nothing read before it was
+written and nothing written outside (outputs and scratch are filled with NaN and lie between guard zones, see
+`common.GuardedBuffers`, and outputs that do not lie there are a fault); the forward bitwise equal when launched again,
+in memory of its own; dk and dv as well, and dq with `deterministic=True`. Before the launch that is compared comes one
+on a decoy, other inputs of the same form in other memory, so that a port that keeps inputs or results of its first
+launch is wrong in its second. The inputs lie among NaNs, see `harness.inputs`. The backward starts from the port's own
+o and lse, with a random do, and with a random dlse in its default form and without one in its deterministic form.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from common import Direction, GuardedBuffers, Port, Problem, Switches, Target, Tile, Unsupported
+
+from .checks import NAMES, TensorCheck, Tensors, Truth, compare_all
+from .errors import one_line
+from .inputs import Inputs, make_decoy
+
+Verdict = Literal["pass", "fail", "unsupported"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The verdict on one port, problem and direction, for the tile, switches and target it was run with.
+
+    tensors: the comparisons. faults: broken promises in words, beside the comparisons; empty when it passed.
+    reason: why the port does not support it, or how it raised. tile: None when the port has no choice of one.
+    seconds: wall time of the first call (a port's is the decoy's), compilation included, and of the second.
+    """
+
+    port: str
+    problem: Problem
+    direction: Direction
+    target: Target
+    tile: Tile | None
+    switches: Switches
+    verdict: Verdict
+    tensors: tuple[TensorCheck, ...] = ()
+    faults: tuple[str, ...] = ()
+    reason: str = ""
+    seconds: tuple[float, ...] = ()
+
+    def complaints(self) -> list[str]:
+        """What is wrong, one line each; empty for a pass."""
+        if self.verdict != "fail":
+            return []
+        wrong = [t for t in self.tensors if not t.passed]
+        lines = [
+            f"{t.name}: error {t.error:.3g}, allowed {t.allowed:.3g}; {t.worst.describe(t.name, self.tile)}"
+            for t in wrong
+            if t.worst is not None
+        ]
+        return ([self.reason] if self.reason else []) + lines + list(self.faults)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a launch returned, which promises about memory it broke, its seconds, and the outputs not in the guard."""
+
+    outputs: Tensors
+    faults: list[str]
+    seconds: float
+    unguarded: list[int]
+
+
+def _call(function: Callable[[], Tensors], inputs: dict[str, torch.Tensor]) -> _Call:
+    """Calls a port with poisoned and guarded buffers, and reports what it wrote that it should not have."""
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    device = next(iter(inputs.values())).device
+    _wait(device)
+    start = time.perf_counter()
+    with GuardedBuffers() as guard:
+        outputs = tuple(function())
+        _wait(device)
+    seconds = time.perf_counter() - start
+    faults = guard.faults()
+    faults += [f"changed its input {name}" for name, tensor in inputs.items() if not _same_bits(tensor, before[name])]
+    unguarded = [i for i, x in enumerate(outputs) if isinstance(x, torch.Tensor) and not guard.holds(x)]
+    return _Call(outputs, faults, seconds, unguarded)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bits = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+def _ill_formed(names: tuple[str, ...], outputs: Tensors, like: Tensors) -> list[str]:
+    """What is wrong with the form of the outputs, so that they cannot be compared."""
+    if len(outputs) != len(names):
+        return [f"returned {len(outputs)} tensors, not {len(names)}"]
+    faults = []
+    for name, output, pattern in zip(names, outputs, like, strict=True):
+        if not isinstance(output, torch.Tensor):
+            faults.append(f"{name} is a {type(output).__name__}, not a tensor")
+            continue
+        for what in ("shape", "dtype", "device"):
+            got, wanted = getattr(output, what), getattr(pattern, what)
+            if got != wanted:
+                faults.append(f"{name} has {what} {_plain(got)}, not {_plain(wanted)}")
+    return faults
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def _not_repeated(names: tuple[str, ...], first: Tensors, second: Tensors, how: str) -> list[str]:
+    faults = []
+    for name, a, b in zip(names, first, second, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype or not _same_bits(a, b):
+            faults.append(f"{name} differs when launched again on the same inputs{how}")
+        if a.numel() and a.data_ptr() == b.data_ptr():
+            faults.append(f"{name} is returned in the memory of an earlier call")
+    return faults
+
+
+@dataclass
+class _Runs:
+    """The launches of one check: what the compared one and the decoy returned, and what was wrong with any of them.
+
+    ill_formed: some outputs are of a form that cannot be compared, and no launch followed. seconds: of the first two.
+    """
+
+    outputs: Tensors = ()
+    decoy: Tensors = ()
+    faults: list[str] = field(default_factory=list)
+    ill_formed: bool = False
+    seconds: tuple[float, ...] = ()
+
+
+class Trial:
+    """One port on one problem's inputs: its checks, and then the launches to time, of the very same calls.
+
+    tile: None lets the port choose. is_baseline: not one of ours, so only its o and gradients are compared: its
+    memory is its own, its lse has no gradient and its repeatability is not promised.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        problem: Problem,
+        inputs: Inputs,
+        truth: Truth,
+        *,
+        target: Target,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+        is_baseline: bool = False,
+    ) -> None:
+        self._port, self._problem, self._inputs, self._truth = port, problem, inputs, truth
+        self._target, self._tile, self._switches = target, tile, switches or Switches()
+        self._is_baseline = is_baseline
+        self._forward_check: Check | None = None
+        self._saved: Tensors = ()
+        self._decoy: Inputs | None = None
+        self._decoy_saved: Tensors = ()
+
+    def check(self, direction: Direction) -> Check:
+        """The verdict on a direction. Whatever the port raises is a verdict too."""
+        if direction == "backward" and self._forward_check is None:
+            self.check("forward")
+        tile = None
+        try:
+            reason = self._port.unsupported(self._problem, self._target)
+            if reason is not None:
+                raise Unsupported(reason)
+            if not self._is_baseline:
+                tile = self._port.choose_tile(self._problem, self._target, direction, self._tile, self._switches)
+            check = self._check_forward(tile) if direction == "forward" else self._check_backward(tile)
+        except Unsupported as error:
+            check = self._verdict(direction, tile, "unsupported", reason=str(error))
+        except Exception as error:  # a port may raise anything, and it costs its own cell only
+            check = self._verdict(direction, tile, "fail", reason=f"raised {one_line(error)}")
+        if direction == "forward":
+            self._forward_check = check
+        return check
+
+    def launch(self, direction: Direction) -> Callable[[], Tensors]:
+        """What a timing launches: the call that was checked. For the backward, runs the forward first."""
+        if direction == "forward":
+            return self._forward_on(self._inputs)
+        self._saved = self._forward_on(self._inputs)()
+        return self._backward_on(self._inputs, self._saved)
+
+    def _forward_on(self, x: Inputs) -> Callable[[], Tensors]:
+        return lambda: self._port.forward(x.q, x.k, x.v, self._problem, **self._options())
+
+    def _backward_on(self, x: Inputs, saved: Tensors, *, deterministic: bool = False) -> Callable[[], Tensors]:
+        o, lse = saved
+        dlse = x.dlse if self._with_dlse(deterministic) else None
+        options = self._options() | {"deterministic": deterministic}
+        return lambda: self._port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
+
+    def _with_dlse(self, deterministic: bool) -> bool:
+        return not deterministic and not self._is_baseline
+
+    def _options(self) -> dict[str, Any]:
+        return {"target": self._target, "tile": self._tile, "switches": self._switches}
+
+    def _verdict(self, direction: Direction, tile: Tile | None, verdict: Verdict, **more: object) -> Check:
+        about = (self._port.name, self._problem, direction, self._target, tile, self._switches)
+        return Check(*about, verdict, **more)  # type: ignore[arg-type]
+
+    def _check_forward(self, tile: Tile | None) -> Check:
+        runs = self._launch_all("forward")
+        if runs.ill_formed:
+            return self._verdict("forward", tile, "fail", faults=tuple(runs.faults), seconds=runs.seconds)
+        self._saved, self._decoy_saved = runs.outputs, runs.decoy
+        tensors = compare_all(runs.outputs, self._truth.forward())
+        faults = runs.faults + self._unseen_rows("o", runs.outputs[0])
+        return self._judge("forward", tile, tensors, faults, runs.seconds)
+
+    def _check_backward(self, tile: Tile | None) -> Check:
+        assert self._forward_check is not None
+        if self._forward_check.verdict == "unsupported":
+            raise Unsupported(self._forward_check.reason)
+        if self._forward_check.verdict == "fail":
+            return self._verdict("backward", tile, "fail", reason="not run: the forward it starts from failed")
+        costs = self._truth.cost_of_delta(self._saved[0])
+        faults: list[str] = []
+        seconds: list[float] = []
+        results: list[tuple[TensorCheck, ...]] = []
+        for deterministic in (False,) if self._is_baseline else (False, True):
+            runs = self._launch_all("backward", deterministic=deterministic)
+            faults += runs.faults
+            seconds += runs.seconds
+            if runs.ill_formed:
+                return self._verdict("backward", tile, "fail", faults=tuple(faults), seconds=tuple(seconds[:2]))
+            truth = self._truth.backward(costs, with_dlse=self._with_dlse(deterministic))
+            results.append(compare_all(runs.outputs, truth))
+            faults += self._unseen_rows("dq", runs.outputs[0])
+        tensors = tuple(max(both, key=lambda t: t.ratio) for both in zip(*results, strict=True))
+        return self._judge("backward", tile, tensors, faults, tuple(seconds[:2]))
+
+    def _launch_all(self, direction: Direction, *, deterministic: bool = False) -> _Runs:
+        """Launches a port on the decoy, on the inputs, and on the inputs again; a baseline on the inputs twice."""
+        names, x = NAMES[direction], self._inputs
+        like = (x.q, x.dlse) if direction == "forward" else (x.q, x.k, x.v)
+        runs = _Runs()
+
+        def call(inputs: Inputs, saved: Tensors) -> _Call:
+            if direction == "forward":
+                read = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+                called = _call(self._forward_on(inputs), read)
+            else:
+                read = inputs.named() | dict(zip(NAMES["forward"], saved, strict=True))
+                called = _call(self._backward_on(inputs, saved, deterministic=deterministic), read)
+            ill_formed = _ill_formed(names, called.outputs, like)
+            runs.seconds += (called.seconds,)
+            runs.faults += called.faults + ill_formed
+            runs.ill_formed |= bool(ill_formed)
+            if not self._is_baseline and not ill_formed:
+                runs.faults += [f"{names[i]} is not in memory from common.empty" for i in called.unguarded]
+            return called
+
+        if not self._is_baseline:
+            if self._decoy is None:
+                self._decoy = make_decoy(x)
+            runs.decoy = call(self._decoy, self._decoy_saved).outputs
+        if not runs.ill_formed:
+            runs.outputs = call(x, self._saved).outputs
+        if not runs.ill_formed:
+            again = call(x, self._saved).outputs
+            if not self._is_baseline:
+                promised = slice(1 if direction == "backward" and not deterministic else 0, None)  # dq only when asked
+                how = " with deterministic=True" if deterministic else ""
+                runs.faults += _not_repeated(names[promised], runs.outputs[promised], again[promised], how)
+        runs.seconds = runs.seconds[:2]
+        return runs
+
+    def _unseen_rows(self, name: str, output: torch.Tensor) -> list[str]:
+        unseen = self._truth.forward()["lse"].oracle == -math.inf
+        return [f"{name} is not 0 in rows that see no key"] if output[unseen].any() else []
+
+    def _judge(
+        self,
+        direction: Direction,
+        tile: Tile | None,
+        tensors: tuple[TensorCheck, ...],
+        faults: list[str],
+        seconds: tuple[float, ...],
+    ) -> Check:
+        verdict: Verdict = "pass" if not faults and all(t.passed for t in tensors) else "fail"
+        unique = tuple(dict.fromkeys(faults))
+        return self._verdict(direction, tile, verdict, tensors=tensors, faults=unique, seconds=seconds)
