@@ -15,13 +15,15 @@ from typing import Any
 
 import common
 
+from .baselines import SDPA_FLASH
 from .errors import UsageError
 from .provenance import ROOT, folder_hash
-from .tables import Table, as_markdown
-from .timing import FLOP_CONVENTION, Round, Sensors, Timing
+from .records import problem_of
+from .tables import Table, as_markdown, problem_cells
+from .timing import FLOP_CONVENTION, Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
-BASELINES = {"sdpa_flash": "SDPA flash"}
+BASELINES = {baseline.name: baseline.title for baseline in (SDPA_FLASH,)}
 _BLOCK = re.compile(r"(<!-- records: (\S+) -->\n).*?(<!-- /records -->)", re.DOTALL)
 
 
@@ -75,24 +77,9 @@ def _table(port: str, direction: str, path: str, records: list[dict[str, Any]]) 
 
 
 def _cells(record: dict[str, Any], port: str, baseline: str | None) -> tuple[str, ...]:
-    p = record["problem"]
-    timing = Timing(
-        tuple(Round(sample["ms"], Sensors(**sample["sensors"])) for sample in record["samples"]), record["host_us"]
-    )
-    tera = record["flops"] / 1e9  # over milliseconds: TFLOP/s
-    heads = str(p["heads_q"]) if p["heads_q"] == p["heads_kv"] else f"{p['heads_q']}/{p['heads_kv']}"
-    length = str(p["len_q"]) if p["len_q"] == p["len_k"] else f"{p['len_q']}x{p['len_k']}"
-    mask = str(common.Mask(**p["mask"]))
-    ours = timing.median(port)
-    theirs_ms, theirs_speed, percent, interval = "–", "–", "–", "–"
-    if baseline is not None:
-        theirs = timing.median(baseline)
-        ratio = timing.speed(port, baseline)
-        theirs_ms, theirs_speed = f"{theirs:.4f}", f"{tera / theirs:.1f}"
-        percent, interval = f"{100 * ratio.value:.1f}", f"{100 * ratio.low:.1f}–{100 * ratio.high:.1f}"
-    shape = f"{p['batch']},{heads},{p['head_dim']}"
-    figures = (f"{ours:.4f}", theirs_ms, f"{tera / ours:.1f}", theirs_speed, percent, interval)
-    return shape, p["dtype"], length, mask, *figures, record["verdict"]
+    timing = Timing.of_record(record["samples"], record["host_us"])
+    figures = speed_cells(timing, port, baseline, record["flops"])
+    return *problem_cells(problem_of(record["problem"])), *figures, record["verdict"]
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:

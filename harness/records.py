@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from common import DTYPE_NAMES, Problem, Switches, Tile
+from common import DTYPE_NAMES, Mask, Problem, Switches, Tile
 
 from .errors import UsageError
 from .inputs import InputSpec
@@ -106,6 +106,13 @@ def problem_fields(problem: Problem) -> dict[str, Any]:
         "mask": {"left": mask.left, "right": mask.right, "corner": mask.corner},
         "scale": problem.scale,
     }
+
+
+def problem_of(fields: dict[str, Any]) -> Problem:
+    """The problem that `problem_fields` gave."""
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    own = {name: value for name, value in fields.items() if name != "id"}
+    return Problem(**own | {"dtype": dtypes[fields["dtype"]], "mask": Mask(**fields["mask"])})
 
 
 def tile_fields(tile: Tile | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import common
-from common import DTYPE_NAMES, Direction, Port, Problem, Switches, Target, Unsupported
+from common import Direction, Port, Problem, Switches, Target, Unsupported
 
 from . import timing
 from .baselines import SDPA_FLASH, Baseline
@@ -27,8 +27,8 @@ from .options import Directions, Format
 from .provenance import provenance, sources_hash
 from .records import RecordFile, check_record
 from .suites import Case, Suite, load_suite
-from .tables import Table, print_tables
-from .timing import FLOP_CONVENTION, CudaStopwatch, Timing
+from .tables import Table, print_tables, problem_cells
+from .timing import FLOP_CONVENTION, CudaStopwatch, Timing, speed_cells
 from .trial import Check, Trial, Verdict
 
 OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
@@ -420,10 +420,7 @@ def _timing_table(session: Session, port: Port, direction: Direction, results: l
 
 def _problem_cells(result: Result) -> tuple[str, ...]:
     p = result.case.problem
-    heads = str(p.heads_q) if p.group == 1 else f"{p.heads_q}/{p.heads_kv}"
-    length = str(p.len_q) if p.len_q == p.len_k else f"{p.len_q}x{p.len_k}"
-    shape = f"{p.batch},{heads},{p.head_dim}"
-    return result.case.id, shape, DTYPE_NAMES[p.dtype], length, str(p.mask), str(result.check.tile or "–")
+    return result.case.id, *problem_cells(p), str(result.check.tile or "–")
 
 
 def _time_cells(result: Result) -> tuple[str, ...]:
@@ -432,20 +429,8 @@ def _time_cells(result: Result) -> tuple[str, ...]:
     seconds = [f"{s:.2f}" for s in check.seconds[:2]]
     if times is None:
         return (*["–"] * 8, *seconds)
-    tera = check.problem.flops(check.direction) / 1e9  # over milliseconds: TFLOP/s
-
-    def cells(name: str) -> tuple[str, str, str]:
-        if name not in times.rounds[0].ms:
-            return "–", "–", "–"
-        ms = times.median(name)
-        return f"{ms:.4f}", f"{tera / ms:.1f}", f"{times.host_us[name]:.0f}"
-
-    (our_ms, our_speed, our_host), (their_ms, their_speed, their_host) = cells(ours), cells(theirs)
-    percent, interval = "–", "–"
-    if their_ms != "–":
-        ratio = times.speed(ours, theirs)
-        percent, interval = f"{100 * ratio.value:.1f}", f"{100 * ratio.low:.1f}–{100 * ratio.high:.1f}"
-    return our_ms, their_ms, our_speed, their_speed, percent, interval, our_host, their_host, *seconds
+    host = (f"{times.host_us[name]:.0f}" if name in times.host_us else "–" for name in (ours, theirs))
+    return *speed_cells(times, ours, theirs, check.problem.flops(check.direction)), *host, *seconds
 
 
 def _print_closing(session: Session) -> None:

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from common import DTYPE_NAMES, Problem
+
 from .options import Format
 
 PLAIN_WIDTH = 500  # where there is no terminal no line is wrapped
@@ -33,6 +35,14 @@ class Table:
         if len(cells) != len(self.columns):
             raise ValueError(f"a row of {self.title} has {len(self.columns)} cells, got {len(cells)}")
         self.rows.append(cells)
+
+
+def problem_cells(problem: Problem) -> tuple[str, str, str, str]:
+    """The cells that name a problem: `B,H,D`, the dtype, N, the mask."""
+    heads = str(problem.heads_q) if problem.group == 1 else f"{problem.heads_q}/{problem.heads_kv}"
+    length = str(problem.len_q) if problem.len_q == problem.len_k else f"{problem.len_q}x{problem.len_k}"
+    shape = f"{problem.batch},{heads},{problem.head_dim}"
+    return shape, DTYPE_NAMES[problem.dtype], length, str(problem.mask)
 
 
 def print_tables(tables: Iterable[Table], form: Format) -> None:

@@ -109,6 +109,32 @@ class Timing:
         """The rounds, fit for JSON."""
         return [{"ms": r.ms, "sensors": asdict(r.sensors)} for r in self.rounds]
 
+    @classmethod
+    def of_record(cls, rounds: Sequence[dict[str, Any]], host_us: dict[str, float]) -> Timing:
+        """The timing whose rounds `as_record` gave."""
+        return cls(tuple(Round(r["ms"], Sensors(**r["sensors"])) for r in rounds), host_us)
+
+
+def speed_cells(timing: Timing, ours: str, theirs: str | None, flops: int) -> tuple[str, str, str, str, str, str]:
+    """The cells of a table row: our ms, their ms, our TFLOP/s, theirs, how fast we are in % of them, and its interval.
+
+    Dashes stand for a contestant that was not timed.
+    """
+    tera = flops / 1e9  # over milliseconds: TFLOP/s
+
+    def cells(name: str | None) -> tuple[str, str]:
+        if name not in timing.rounds[0].ms:
+            return "–", "–"
+        ms = timing.median(name)
+        return f"{ms:.4f}", f"{tera / ms:.1f}"
+
+    (our_ms, our_speed), (their_ms, their_speed) = cells(ours), cells(theirs)
+    percent, interval = "–", "–"
+    if theirs in timing.rounds[0].ms:
+        ratio = timing.speed(ours, theirs)
+        percent, interval = f"{100 * ratio.value:.1f}", f"{100 * ratio.low:.1f}–{100 * ratio.high:.1f}"
+    return our_ms, their_ms, our_speed, their_speed, percent, interval
+
 
 def ratio_of_medians(
     numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES

@@ -13,6 +13,8 @@ from harness.cli import main
 from harness.errors import UsageError
 from harness.provenance import folder_hash, sources_hash
 from harness.published import RESULTS, read_records, record_tables, with_tables, write_tables
+from harness.records import problem_fields, problem_of
+from harness.suites import load_suite
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +28,7 @@ def record(**changed: Any) -> dict[str, Any]:
         "direction": "forward", "verdict": "pass",
         "problem": {
             "batch": 4, "heads_q": 8, "heads_kv": 2, "len_q": 512, "len_k": 512, "head_dim": 64, "dtype": "bf16",
-            "mask": {"left": None, "right": 0, "corner": "bottom_right"},
+            "mask": {"left": None, "right": 0, "corner": "bottom_right"}, "scale": 0.125, "id": "x",
         },
         "target": {"name": "ada", "sm": "sm_89"}, "flops": 4 * 10**9, "host_us": {"triton": 20.0, "sdpa_flash": 25.0},
         "samples": [{"ms": {"triton": 0.02, "sdpa_flash": 0.03}, "sensors": sensors} for _ in range(4)],
@@ -114,3 +116,9 @@ def test_the_command_prints_a_files_tables_and_refuses_a_text_without_markers(
             main(["tables", *arguments])
         assert stop.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("suite", ["quick", "fa2"])
+def test_a_problem_comes_back_from_its_record(suite: str) -> None:
+    for case in load_suite(suite, small=False).cases:
+        assert problem_of(json.loads(json.dumps(problem_fields(case.problem)))) == case.problem
