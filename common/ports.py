@@ -52,7 +52,7 @@ class Build:
 
 
 def check_tensors(problem: Problem, **tensors: torch.Tensor | None) -> None:
-    """Compares tensors, given by their names of design section 2, with the problem they are said to belong to.
+    """Compares tensors, under the names that `Port.backward` gives them, with the problem they are said to be of.
 
     `lse` and `dlse` are fp32 `(B, Hq, Nq)`; k, v have the shape `(B, Hkv, Nk, D)`, the others that of q. A tensor with
     one dimension less has one head and leaves it out, and then all do. Only `dlse` may be None. Raises TypeError for a

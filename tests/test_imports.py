@@ -1,4 +1,4 @@
-"""Who imports whom (design section 1), and what a missing DSL costs: its own port and nothing else."""
+"""Who imports whom, and what a missing DSL costs: its own port and nothing else."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_imports_go_in_the_direction_of_the_design(package: str) -> None:
+def test_common_is_at_the_bottom_the_harness_at_the_top_and_ports_do_not_meet(package: str) -> None:
     ours = {*MAY_IMPORT, "tests"}
     files = sorted((ROOT / package).rglob("*.py"))
     assert files

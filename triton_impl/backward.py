@@ -7,8 +7,10 @@ From `do`, `lse` and the inputs, with P recomputed (Dao 2023, algorithm 2):
 where `delta = rowsum(dO ∘ O) - dlse`. Three launches: prepare_kernel computes delta; dkdv_kernel, one program a tile
 of keys, walks over queries; dq_kernel, one program a tile of queries, walks over keys. S and dP are computed in both,
 seven products instead of five; in exchange no program adds to what another one writes, and every gradient is bitwise
-repeatable without being asked to. (Adding dq in dkdv_kernel with fp32 atomics was slower at every tile tried: Triton
-takes dS through shared memory for that product, and dq through it again for the addition.)
+repeatable without being asked to.
+
+Adding dq in dkdv_kernel with fp32 atomics was tried at D 64 and 128. With the best tile of each it was slower; Triton
+takes dS through shared memory for that product.
 
 In dkdv_kernel the scores are computed transposed, `Sᵀ = K Qᵀ [BLOCK_N, BLOCK_M]`, so that Pᵀ and dSᵀ are the left
 operands of the next products straight from registers.

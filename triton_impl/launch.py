@@ -25,7 +25,6 @@ RUN_TIME = (
 # (48 MB), less what the queries and outputs stream through it.
 L2_BYTES = 32 * 2**20
 
-
 BLOCK_MAX = 1024  # no tile has more rows
 GRID_MAX = 2**31 - 1
 
@@ -74,9 +73,8 @@ class Launch:
             return
         options: dict[str, Any] = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
         if not INTERPRET:
-            options["enable_fp_fusion"] = (
-                True  # from Triton 3.10 on scale and shift are not one multiply-add by default
-            )
+            # From Triton 3.10 on factor and shift would not be one multiply-add by default.
+            options["enable_fp_fusion"] = True
             if target != Target.detect(device):
                 options["arch"] = f"sm{target.capability}"
         compiled = self.kernel[self.grid, 1, 1](*tensors, *self.numbers, **self.constants, **options)
