@@ -166,8 +166,8 @@ class Truth:
         lse_floor = _lse_floor(largest_lse)
         floor = _floor(largest, lse_floor, problem.dtype)
         return {
-            "o": Yardstick(o, largest, by_segment("o", _distance(naive_o, o)), floor),
-            "lse": Yardstick(lse, largest_lse, by_segment("lse", _distance(naive_lse, lse)), lse_floor),
+            "o": Yardstick(o, largest, by_segment("o", distance_to(naive_o, o)), floor),
+            "lse": Yardstick(lse, largest_lse, by_segment("lse", distance_to(naive_lse, lse)), lse_floor),
         }
 
     def _backward(self, with_dlse: bool) -> dict[str, Yardstick]:
@@ -183,7 +183,7 @@ class Truth:
         for name, true, plain in zip(NAMES["backward"], oracle, naive, strict=True):
             largest = largest_by_segment(name, true)
             floor = _floor(largest, of_queries if name == "dq" else of_keys, problem.dtype)
-            yardsticks[name] = Yardstick(true, largest, by_segment(name, _distance(plain, true)), floor)
+            yardsticks[name] = Yardstick(true, largest, by_segment(name, distance_to(plain, true)), floor)
         return yardsticks
 
     def cost_of_delta(self, o: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -251,7 +251,7 @@ def _by_heads(function: Callable[..., Tensors], tensors: tuple[torch.Tensor | No
 def compare(name: str, value: torch.Tensor, yardstick: Yardstick) -> TensorCheck:
     """One tensor, in its own dtype and of the oracle's shape, by the rule at the head of this file."""
     oracle = yardstick.oracle
-    distance = _distance(value, oracle)
+    distance = distance_to(value, oracle)
     if not distance.numel():
         return TensorCheck(name, 0.0, 0.0, 0.0, 0.0, None)
     errors, allowed = by_segment(name, distance), yardstick.allowed
@@ -279,18 +279,9 @@ def compare_all(outputs: Tensors, truth: dict[str, Yardstick]) -> tuple[TensorCh
     return tuple(compare(name, x, yardstick) for x, (name, yardstick) in zip(outputs, truth.items(), strict=True))
 
 
-def _distance(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+def distance_to(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
     """|value - oracle| in float64, inf where value is NaN, or infinite and not equal to the oracle."""
     value = value.double()
     distance = (value - oracle).abs_()
     distance.masked_fill_(value == oracle, 0.0)  # infinities that agree
     return distance.nan_to_num_(nan=math.inf, posinf=math.inf)
-
-
-def max_error(value: torch.Tensor, oracle: torch.Tensor) -> float:
-    """max|value - oracle|; an infinity must be the oracle's, and a NaN is an error of infinity."""
-    return _max(_distance(value, oracle))
-
-
-def _max(tensor: torch.Tensor) -> float:
-    return float(tensor.max()) if tensor.numel() else 0.0

@@ -139,7 +139,10 @@ def tables_command(
         print(f"{write}: {'written' if write_tables(write) else 'as it was'}")
         return
     records = [record for path in files or () for record in read_records(path)]
-    print_tables(record_tables(records), form)
+    tables = record_tables(records)
+    if not tables:
+        raise UsageError("no record there holds a timing: these come from harness run on a GPU")
+    print_tables(tables, form)
 
 
 def _piped(command: Callable[[], int]) -> int:

@@ -48,8 +48,13 @@ class Environment:
     def path(self, target: Target) -> str:
         """What every title says: whose code path ran where."""
         if not self.has_gpu:
-            return f"{target.name} path on the CPU"
-        return self.card if target == self.native else f"{target.name} path on {self.card}"
+            return path_title(target.name, own=False, where="the CPU")
+        return path_title(target.name, own=target == self.native, where=self.card)
+
+
+def path_title(target: str, *, own: bool, where: str) -> str:
+    """The card (or the CPU) alone when the target is its own, else whose path runs on it."""
+    return where if own else f"{target} path on {where}"
 
 
 def prepare() -> Environment:

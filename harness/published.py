@@ -16,6 +16,7 @@ from typing import Any
 import common
 
 from .baselines import SDPA_FLASH
+from .environment import path_title
 from .errors import UsageError
 from .provenance import ROOT, folder_hash
 from .records import problem_of
@@ -49,8 +50,8 @@ def record_tables(records: Iterable[dict[str, Any]]) -> list[Table]:
 
 def _path(record: dict[str, Any]) -> str:
     card, sm = record["provenance"]["card"], record["provenance"]["sm"]
-    own = record["target"]["sm"].removesuffix("a") == sm
-    return card if own else f"{record['target']['name']} path on {card}"
+    target = record["target"]
+    return path_title(target["name"], own=target["sm"].removesuffix("a") == sm, where=card)
 
 
 def _table(port: str, direction: str, path: str, records: list[dict[str, Any]]) -> Table:

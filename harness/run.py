@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -110,8 +112,15 @@ class Recorder:
     def __init__(self, session: Session, records: RecordFile | None) -> None:
         self._session, self._records = session, records
         self._written: set[int] = set()
-        self._facts = provenance(session.environment.device, interpreted=not session.environment.has_gpu)
-        self._sources = {port.name: sources_hash(port) for port in session.ports}
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        environment = self._session.environment
+        return provenance(environment.device, interpreted=not environment.has_gpu)
+
+    @cached_property
+    def _sources(self) -> dict[str, str | None]:
+        return {port.name: sources_hash(port) for port in self._session.ports}
 
     def write(self, result: Result) -> None:
         """Writes a result that is complete."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import GuardedBuffers, Port, Problem, Switches, Target, Tile
-from harness.checks import Truth, Yardstick, compare
+from harness.checks import Truth, Yardstick, compare, distance_to
 
 from .cases import Case, Inputs
 
@@ -84,3 +84,9 @@ def check_case(
     o, _ = check_port(port, inputs, problem, target=target, tile=tile, switches=switches, dlse=dlse)
     if case.entry == "one-by-one":
         assert torch.equal(o, inputs.v)
+
+
+def max_error(value: torch.Tensor, oracle: torch.Tensor) -> float:
+    """max|value - oracle|; an infinity must be the oracle's, and a NaN is an error of infinity."""
+    distance = distance_to(value, oracle)
+    return float(distance.max()) if distance.numel() else 0.0

@@ -111,7 +111,9 @@ def test_the_command_prints_a_files_tables_and_refuses_a_text_without_markers(
     assert "triton forward, ada path on NVIDIA H200" in capsys.readouterr().out
     page = tmp_path / "page.md"
     page.write_text("nothing to write")
-    for arguments in (["--write", str(page)], [], ["--write", str(tmp_path / "none.md")], [str(page)]):
+    untimed = tmp_path / "untimed.jsonl"
+    untimed.write_text(json.dumps(record(samples=None)) + "\n")
+    for arguments in (["--write", str(page)], [], ["--write", str(tmp_path / "none.md")], [str(page)], [str(untimed)]):
         with pytest.raises(SystemExit) as stop:
             main(["tables", *arguments])
         assert stop.value.code == 2

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from common import DTYPE_NAMES, Mask, Problem
-from harness.checks import max_error
 from reference import naive_attention, naive_backward, naive_forward, oracle_backward, oracle_forward
 
 from .cases import Case, Inputs, load_cases
+from .helpers import max_error
 
 MASKS = (
     Mask(),
