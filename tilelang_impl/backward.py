@@ -151,8 +151,8 @@ def dkdv_program(
                 T.gemm(s_v, s_do, dp_t, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                     p_t[j, i] = exp(p_t[j, i] * factor - s_stats[0, i])
-                if MASKED:
-                    if T.Or(m < full_begin, m >= full_end):  # noqa: SIM102 (the outer one is the compiler's)
+                if MASKED:  # noqa: SIM102 (this one is decided now, the next by the kernel)
+                    if T.Or(m < full_begin, m >= full_end):
                         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                             seen = visible(m * BLOCK_M + i, key_begin + j, len_k, low, high, HAS_LOW, HAS_HIGH)
                             p_t[j, i] = T.if_then_else(seen, p_t[j, i], 0.0)

@@ -30,9 +30,7 @@ _INSTRUCTIONS = {
 }
 
 
-def plan(
-    problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
-) -> tuple[Launch, ...]:
+def plan(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> tuple[Launch, ...]:
     """The launches of a problem on packed tensors."""
     if direction == "forward":
         return plan_forward(problem, target, tile, switches, ("bhnd",) * 4)

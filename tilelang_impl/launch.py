@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import tilelang
@@ -57,7 +57,7 @@ class Launch:
         return _compiled(self.program, self.constants, sm, tuple(self.pass_configs.items()))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(
     program: Callable[..., Any], constants: tuple[Any, ...], sm: str, options: tuple[tuple[str, Any], ...]
 ) -> Callable[..., None]:
@@ -129,7 +129,8 @@ def asynchronous(target: Target, tile: Tile, owned_rows: int) -> bool:
     Smaller tiles, such as the naive rung's, run on the instructions of the Ada path everywhere; so does everything on
     the Blackwells, whose own matrix instruction (sm_100) accumulates in a memory that these kernels do not use.
     """
-    return target.instruction == "wgmma" and tile.stages > 1 and tile.warps % 4 == 0 and owned_rows % (tile.warps * 16) == 0
+    whole_warpgroups = tile.warps % 4 == 0 and owned_rows % (tile.warps * 16) == 0
+    return target.instruction == "wgmma" and tile.stages > 1 and whole_warpgroups
 
 
 def block_d(problem: Problem) -> int:
