@@ -161,6 +161,8 @@ def settle(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     Under strides known at run time only, TileLang 0.1.13 copies element by element; a packed layout keeps 16-byte
     copies. Those need the tensor to start on 16 bytes.
     """
+    if tensor.requires_grad:
+        tensor = tensor.detach()  # a tensor that autograd watches cannot be handed over
     if tensor.data_ptr() % 16 == 0:
         if tensor.is_contiguous():
             return tensor, "bhnd"
