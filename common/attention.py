@@ -1,13 +1,17 @@
-"""`attention()`: what a model calls. Autograd, `torch.compile` and CUDA graphs go through two custom operators."""
+"""`attention()`: what a model calls, with autograd; under `torch.compile` by way of two custom operators."""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from .buffers import empty_like
+from .errors import check_type
 from .mask import Corner, Mask
-from .ports import port
+from .ports import port, unit_stride
 from .problem import Problem
 from .tile import Switches
 
@@ -40,26 +44,34 @@ def attention(
     Raises TypeError/ValueError for wrong arguments before anything is allocated, Unsupported (with the reason) when
     the implementation cannot do it. Source: Dao 2023, "FlashAttention-2".
     """
+    for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
+        check_type(name, flag, bool)
     if mask is None:
         mask = _CAUSAL if causal else _FULL
     elif causal:
         raise ValueError("causal=True and mask are two ways to say the same: give one")
-    if not torch.compiler.is_compiling():
-        # The operators validate as well, but what is not a tensor would reach the user as a dispatcher's error.
-        Problem.from_tensors(q, k, v, mask=mask, scale=scale)
-        port(impl)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    one_head = q.dim() == 3
-    if one_head:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    o, lse = _forward(q, k, v, mask.left, mask.right, mask.corner, scale, impl, deterministic)
-    if one_head:
-        o, lse = o.squeeze(1), lse.squeeze(1)
+    if not torch.compiler.is_compiling() and not any(_is_traced(x) for x in (q, k, v)):
+        problem = Problem.from_tensors(q, k, v, mask=mask, scale=scale)
+        o, lse = _Eager.apply(q, k, v, problem, port(impl), deterministic)
+    else:
+        if scale is None:
+            scale = 1 / math.sqrt(q.shape[-1])
+        one_head = q.dim() == 3
+        if one_head:
+            q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        o, lse = _forward(q, k, v, mask.left, mask.right, mask.corner, scale, impl, deterministic)
+        if one_head:
+            o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
 
 
+def _is_traced(tensor: object) -> bool:
+    # A fake tensor, or another one that stands for an operator's arguments rather than for memory.
+    return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
 _FULL, _CAUSAL = Mask(), Mask.causal()
+_IEEE, _TF32 = Switches(), Switches(tf32=True)
 
 
 @lru_cache(maxsize=1024)
@@ -68,7 +80,31 @@ def _mask(left: int | None, right: int | None, corner: Corner) -> Mask:
 
 
 def _switches(q: torch.Tensor) -> Switches:
-    return Switches(tf32=q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+    return _TF32 if q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else _IEEE
+
+
+class _Eager(torch.autograd.Function):
+    """The short way: the dispatcher's way through an operator costs the host several times as much."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, problem, port, deterministic):  # type: ignore[no-untyped-def]
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)  # the backward takes the same copies
+        o, lse = port.forward(q, k, v, problem, switches=_switches(q))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = problem, port, deterministic
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dlse):  # type: ignore[no-untyped-def]
+        q, k, v, o, lse = ctx.saved_tensors
+        problem, port, deterministic = ctx.options
+        if do is None:
+            do = torch.zeros_like(o)
+        switches = _switches(q)
+        grads = port.backward(do, dlse, q, k, v, o, lse, problem, switches=switches, deterministic=deterministic)
+        return *grads, None, None, None
 
 
 @torch.library.custom_op("fa2::forward", mutates_args=())
@@ -89,7 +125,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, left, right, corner, scale, impl, deterministic):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("fa2::backward", mutates_args=())
@@ -114,7 +150,7 @@ def _backward(
 
 @_backward.register_fake
 def _(do, dlse, q, k, v, o, lse, left, right, corner, scale, impl, deterministic):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -25,14 +25,17 @@ def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised dense tensor of the shape, dtype and order of dimensions of `tensor`.
+    """An uninitialised dense tensor of the shape, dtype and order of dimensions of `tensor`, its last stride 1.
 
-    So the output for a `(B, N, H, D)` tensor seen through `transpose(1, 2)` is such a view as well.
+    So the output for a `(B, N, H, D)` tensor seen through `transpose(1, 2)` is such a view as well. Where the last
+    dimension of `tensor` is not its innermost, the result is contiguous.
     """
     guard: GuardedBuffers | None = getattr(_state, "guard", None)
-    if guard is None:
-        return torch.empty_like(tensor)
-    return guard.allocate(torch.empty_like(tensor, device="meta"), tensor.device)
+    device = tensor.device if guard is None else "meta"
+    like = torch.empty_like(tensor, device=device)
+    if tensor.stride(-1) != 1 or like.stride(-1) != 1:  # the second: rows that overlap have no order to go by
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return like if guard is None else guard.allocate(like, tensor.device)
 
 
 class GuardedBuffers:
@@ -46,16 +49,17 @@ class GuardedBuffers:
 
     def __init__(self) -> None:
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
+        self._outer: list[GuardedBuffers | None] = []  # one a level: the same guard may be entered again inside itself
 
     def __enter__(self) -> GuardedBuffers:
-        self._outer = getattr(_state, "guard", None)
+        self._outer.append(getattr(_state, "guard", None))
         _state.guard = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _state.guard = self._outer
+        _state.guard = self._outer.pop()
 
     def allocate(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A buffer of the shape, strides and dtype of the meta tensor `like`, poisoned and guarded."""
@@ -75,6 +79,6 @@ class GuardedBuffers:
                 touched = torch.nonzero(zone != self.PATTERN)
                 if touched.numel():
                     first, last = int(touched[0]), int(touched[-1])
-                    where = self.GUARD_BYTES - last if side == "before" else first
+                    where = self.GUARD_BYTES - 1 - last if side == "before" else first
                     found.append(f"wrote {side} the buffer {name}: {touched.numel()} bytes, nearest {where} bytes away")
         return found

@@ -74,11 +74,22 @@ class Mask:
         return len_k - len_q if self.corner == "bottom_right" else 0
 
     def band(self, len_q: int, len_k: int) -> tuple[int | None, int | None]:
-        """`(low, high)`: query `i` sees the keys `i + low <= j <= i + high`; `None` where that side is open."""
+        """`(low, high)`: query `i` sees the keys `i + low <= j <= i + high`; `None` where that side is open.
+
+        Both lie within `-len_q` and `len_k`: beyond, a side sees no more and no less, and a sum with a position stays
+        in the integers that hold positions.
+        """
         offset = self.offset(len_q, len_k)
-        low = None if self.left is None else offset - self.left
-        high = None if self.right is None else offset + self.right
+        low = None if self.left is None else min(max(offset - self.left, -len_q), len_k)
+        high = None if self.right is None else min(max(offset + self.right, -len_q), len_k)
         return low, high
+
+    def has_unseeing_rows(self, len_q: int, len_k: int) -> bool:
+        """Whether some query sees no key."""
+        if len_q == 0:
+            return False
+        low, high = self.band(len_q, len_k)
+        return len_k == 0 or (high is not None and high < 0) or (low is not None and len_q - 1 + low >= len_k)
 
     def key_range(self, row_begin: int, row_end: int, len_q: int, len_k: int) -> tuple[int, int]:
         """The keys `[begin, end)` that some query of the rows `[row_begin, row_end)` sees; `(0, 0)` when none does."""
@@ -131,7 +142,7 @@ class Mask:
         if self.is_full:
             return len_q * len_k
         low, high = self.band(len_q, len_k)
-        rows = torch.arange(len_q, dtype=torch.int64)
+        rows = torch.arange(len_q, dtype=torch.int64, device="cpu")
         first = torch.zeros_like(rows) if low is None else (rows + low).clamp(min=0)
         last = torch.full_like(rows, len_k - 1) if high is None else (rows + high).clamp(max=len_k - 1)
         return int((last - first + 1).clamp(min=0).sum())

@@ -6,14 +6,14 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import ClassVar
 
 import torch
 
 from .buffers import empty, empty_like
-from .errors import Unsupported
-from .problem import DTYPE_NAMES, Direction, Problem
+from .errors import Unsupported, check_strided, check_type
+from .problem import DTYPE_NAMES, Direction, Problem, check_direction
 from .target import ADA, Target
 from .tile import Switches, Tile
 
@@ -52,21 +52,26 @@ def check_tensors(problem: Problem, **tensors: torch.Tensor | None) -> None:
     """Compares tensors, given by their names of design section 2, with the problem they are said to belong to.
 
     `lse` and `dlse` are fp32 `(B, Hq, Nq)`; k, v have the shape `(B, Hkv, Nk, D)`, the others that of q. A tensor with
-    one dimension less has one head and leaves it out. Raises TypeError for a wrong type or dtype, ValueError for a
-    wrong shape or device; the message names the argument, what came and what is allowed.
+    one dimension less has one head and leaves it out, and then all do. Only `dlse` may be None. Raises TypeError for a
+    wrong type or dtype, ValueError for a wrong shape or device; the message names the argument, what came and what is
+    allowed.
     """
-    device = None
+    check_type("problem", problem, Problem)
+    device, one_head = None, None
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name == "dlse":
             continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
+        check_strided(name, tensor)
+        assert tensor is not None
         is_lse = name in ("lse", "dlse")
         shape = problem.lse_shape if is_lse else problem.kv_shape if name in ("k", "v") else problem.q_shape
         if tensor.shape != shape and not (shape[1] == 1 and tensor.shape == shape[:1] + shape[2:]):
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if one_head is None:
+            one_head = tensor.dim() < len(shape)
+        elif one_head != (tensor.dim() < len(shape)):
+            allowed = shape[:1] + shape[2:] if one_head else shape
+            raise ValueError(f"{name} must have shape {allowed} as the tensors before it, got {tuple(tensor.shape)}")
         dtype = torch.float32 if is_lse else problem.dtype
         if tensor.dtype != dtype:
             raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
@@ -80,8 +85,10 @@ def _with_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor if tensor.dim() == dim else tensor.unsqueeze(1)
 
 
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    # Kernels read rows of D contiguous elements. Anything else is copied, once, here.
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as kernels read it, rows of D contiguous elements: itself, or else a copy."""
+    if tensor.is_neg():  # a view that stands for its negative
+        tensor = tensor.resolve_neg()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -146,7 +153,7 @@ class Port(ABC):
             o = empty_like(q).zero_()
             lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device).fill_(-math.inf)
             return o, lse
-        q4, k4, v4 = (_unit_stride(_with_heads(t, 4)) for t in (q, k, v))
+        q4, k4, v4 = (unit_stride(_with_heads(t, 4)) for t in (q, k, v))
         o, lse = self._forward(q4, k4, v4, problem, target, tile, switches)
         return (o, lse) if q.dim() == 4 else (o.squeeze(1), lse.squeeze(1))
 
@@ -176,12 +183,13 @@ class Port(ABC):
         Raises TypeError/ValueError for tensors that are not the problem's, Unsupported for what this port cannot do.
         """
         check_tensors(problem, do=do, dlse=dlse, q=q, k=k, v=v, o=o, lse=lse)
+        check_type("deterministic", deterministic, bool)
         target, tile, switches = self._plan(problem, "backward", q.device, target, tile, switches)
         if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
             return empty_like(q).zero_(), empty_like(k).zero_(), empty_like(v).zero_()
-        do4, q4, k4, v4, o4 = (_unit_stride(_with_heads(t, 4)) for t in (do, q, k, v, o))
-        lse3 = _with_heads(lse, 3).contiguous()
-        dlse3 = None if dlse is None else _with_heads(dlse, 3).contiguous()
+        do4, q4, k4, v4, o4 = (unit_stride(_with_heads(t, 4)) for t in (do, q, k, v, o))
+        lse3 = _with_heads(lse, 3).resolve_neg().contiguous()
+        dlse3 = None if dlse is None else _with_heads(dlse, 3).resolve_neg().contiguous()
         dq, dk, dv = self._backward(do4, dlse3, q4, k4, v4, o4, lse3, problem, target, tile, switches, deterministic)
         return (dq, dk, dv) if q.dim() == 4 else (dq.squeeze(1), dk.squeeze(1), dv.squeeze(1))
 
@@ -196,7 +204,8 @@ class Port(ABC):
     ) -> tuple[Target, Tile, Switches]:
         if target is None:
             target = _native(device)
-        switches = switches or Switches()
+        switches = _ALL_ON if switches is None else switches
+        check_type("target", target, Target)
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)
@@ -206,8 +215,11 @@ class Port(ABC):
         self, problem: Problem, target: Target, direction: Direction, tile: Tile | None, switches: Switches
     ) -> Tile:
         """The tile given, once it is known to fit; else the best one, or with the rung `tiles` off the naive one."""
+        check_direction(direction)
+        check_type("switches", switches, Switches)
         if tile is None:
-            return self.tiles(problem, target, direction)[0] if switches.tiles else NAIVE_TILE
+            return _best_tile(self, problem, target, direction) if switches.tiles else NAIVE_TILE
+        check_type("tile", tile, Tile)
         self.check_tile(problem, target, direction, tile)
         return tile
 
@@ -241,7 +253,13 @@ class Port(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
+_ALL_ON = Switches()
 NAIVE_TILE = Tile(block_m=16, block_n=16, warps=1, stages=1)
+
+
+@lru_cache(maxsize=4096)
+def _best_tile(port: Port, problem: Problem, target: Target, direction: Direction) -> Tile:
+    return port.tiles(problem, target, direction)[0]
 
 
 @cache
@@ -262,22 +280,30 @@ def port_names() -> tuple[str, ...]:
     return tuple(_PORTS)
 
 
-@cache
 def port(name: str) -> Port:
     """The port of that name, imported when first asked for.
 
-    Raises ValueError for a name there is not, Unsupported (with what to do) when it is not written yet or the package
-    it needs is missing.
+    Raises TypeError/ValueError for a name there is not, Unsupported (with what to do) when it is not written yet or the
+    package it needs is missing.
     """
+    check_type("impl", name, str)
     if name not in _PORTS:
         raise ValueError(f"impl must be one of {', '.join(_PORTS)}, got {name!r}")
+    return _port(name)
+
+
+@cache
+def _port(name: str) -> Port:
     module, kind, package = _PORTS[name]
     try:
         return getattr(importlib.import_module(module), kind)()
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.split(".")[0] == module.split(".")[0]:
+        missing, ours = error.name or "", module.split(".")[0]
+        if missing in (ours, module):
             raise Unsupported(f"the {name} port is not written yet") from error
+        missing = missing.split(".")[0]
+        if missing in (ours, "common"):  # ours to ship: no package to install would help
+            raise Unsupported(f"the {name} port could not be imported: {error}") from error
         raise Unsupported(f"the {name} port needs {missing}, which is not installed: pip install {package}") from error
     except ImportError as error:
         raise Unsupported(f"the {name} port could not be imported: {error}") from error

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 
+from .errors import check_strided, check_type
 from .mask import Mask
 
 Direction = Literal["forward", "backward"]
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
+FP32 = torch.finfo(torch.float32)
+SCALE_MAX = FP32.max / 2
 LEN_MAX = 2**31 - 1 - 2 * 256  # positions, rounded up to a tile, stay in 32 bits
 
 
@@ -21,9 +25,16 @@ def check_scale(scale: object) -> float:
     """`scale` as a float. Raises TypeError when it is no number, ValueError unless it is finite and > 0."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"scale must be finite and > 0, got {scale}")
+    # Kernels take it in fp32, times log2(e): 1e39 would be infinite there and 1e-46 zero.
+    if not FP32.tiny <= scale <= SCALE_MAX:
+        raise ValueError(f"scale must be finite and > 0 in fp32, {FP32.tiny:.3g} to {SCALE_MAX:.3g}, got {scale}")
     return float(scale)
+
+
+def check_direction(direction: object) -> None:
+    """Raises ValueError unless it is one of the two."""
+    if direction not in get_args(Direction):
+        raise ValueError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,9 @@ class Problem:
                 f"head_dim must be a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, "
                 f"got {self.head_dim}"
             )
-        if self.dtype not in DTYPE_NAMES:
-            raise TypeError(f"dtype must be one of {', '.join(DTYPE_NAMES.values())}, got {self.dtype}")
-        if not isinstance(self.mask, Mask):
-            raise TypeError(f"mask must be a Mask, got {type(self.mask).__name__}")
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPE_NAMES:
+            raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPE_NAMES))}, got {self.dtype!r}")
+        check_type("mask", self.mask, Mask)
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else check_scale(self.scale)
         object.__setattr__(self, "scale", scale)
 
@@ -85,39 +95,13 @@ class Problem:
         do not go together; the message names the argument.
         """
         for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-            if tensor.layout != torch.strided or tensor.is_nested:
-                raise TypeError(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
-            if tensor.dtype not in DTYPE_NAMES:
-                raise TypeError(f"{name} must be {', '.join(DTYPE_NAMES.values())}, got {tensor.dtype}")
-            if tensor.dim() not in (3, 4):
-                raise ValueError(f"{name} must be (B, H, N, D) or (B, N, D), got shape {tuple(tensor.shape)}")
-        for name, tensor in (("k", k), ("v", v)):
-            if tensor.dtype != q.dtype:
-                raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
-            if tensor.device != q.device:
-                raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-            if tensor.dim() != q.dim():
-                raise ValueError(f"{name} must have {q.dim()} dimensions as q has, got shape {tuple(tensor.shape)}")
-            if tensor.shape[0] != q.shape[0]:
-                raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got {tensor.shape[0]}")
-            if tensor.shape[-1] != q.shape[-1]:
-                raise ValueError(f"{name} must have the head_dim of q, {q.shape[-1]}, got {tensor.shape[-1]}")
-        if v.shape != k.shape:
-            raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
-        one_head = q.dim() == 3
-        return cls(
-            batch=q.shape[0],
-            heads_q=1 if one_head else q.shape[1],
-            heads_kv=1 if one_head else k.shape[1],
-            len_q=q.shape[-2],
-            len_k=k.shape[-2],
-            head_dim=q.shape[-1],
-            dtype=q.dtype,
-            mask=Mask() if mask is None else mask,
-            scale=scale,  # type: ignore[arg-type]
-        )
+            check_strided(name, tensor)
+        if mask is not None:
+            check_type("mask", mask, Mask)
+        if scale is not None:
+            scale = check_scale(scale)
+        q_form, k_form, v_form = ((tensor.shape, tensor.dtype, tensor.device) for tensor in (q, k, v))
+        return _posed_by(q_form, k_form, v_form, mask, scale)
 
     @property
     def group(self) -> int:
@@ -145,7 +129,7 @@ class Problem:
         heads = f"h{self.heads_q}" if self.group == 1 else f"h{self.heads_q}kv{self.heads_kv}"
         length = f"n{self.len_q}" if self.len_q == self.len_k else f"n{self.len_q}k{self.len_k}"
         name = f"b{self.batch}-{heads}-{length}-d{self.head_dim}-{DTYPE_NAMES[self.dtype]}-{self.mask}"
-        return name if self.scale == 1 / math.sqrt(self.head_dim) else f"{name}-s{self.scale:g}"
+        return name if self.scale == 1 / math.sqrt(self.head_dim) else f"{name}-s{self.scale!r}"
 
     def flops(self, direction: Direction) -> int:
         """Floating-point operations by the convention of the field, over the visible pairs only.
@@ -153,6 +137,7 @@ class Problem:
         Forward: two products, `4·B·Hq·D·pairs`. Backward: five products, 2.5 times that; what a kernel recomputes
         beyond it earns no credit (Dao 2023, section 4.1).
         """
+        check_direction(direction)
         forward = 4 * self.batch * self.heads_q * self.head_dim * self.mask.visible_pairs(self.len_q, self.len_k)
         return forward if direction == "forward" else forward * 5 // 2
 
@@ -161,9 +146,49 @@ class Problem:
 
         Forward reads q, k, v and writes o, lse. Backward reads q, k, v, o, do, lse and writes dq, dk, dv.
         """
+        check_direction(direction)
         q_bytes = math.prod(self.q_shape) * self.dtype.itemsize
         kv_bytes = math.prod(self.kv_shape) * self.dtype.itemsize
         lse_bytes = math.prod(self.lse_shape) * 4
         if direction == "forward":
             return 2 * q_bytes + 2 * kv_bytes + lse_bytes
         return 4 * q_bytes + 4 * kv_bytes + lse_bytes
+
+
+Form = tuple[torch.Size, torch.dtype, torch.device]
+
+
+@lru_cache(maxsize=4096)
+def _posed_by(q: Form, k: Form, v: Form, mask: Mask | None, scale: float | None) -> Problem:
+    for name, (shape, dtype, _) in (("q", q), ("k", k), ("v", v)):
+        if dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name} must be {', '.join(DTYPE_NAMES.values())}, got {dtype}")
+        if len(shape) not in (3, 4):
+            raise ValueError(f"{name} must be (B, H, N, D) or (B, N, D), got shape {tuple(shape)}")
+    q_shape, q_dtype, q_device = q
+    for name, (shape, dtype, device) in (("k", k), ("v", v)):
+        if dtype != q_dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q_dtype}, got {dtype}")
+        if device != q_device:
+            raise ValueError(f"{name} must be on the device of q, {q_device}, got {device}")
+        if len(shape) != len(q_shape):
+            raise ValueError(f"{name} must have {len(q_shape)} dimensions as q has, got shape {tuple(shape)}")
+        if shape[0] != q_shape[0]:
+            raise ValueError(f"{name} must have the batch of q, {q_shape[0]}, got {shape[0]}")
+        if shape[-1] != q_shape[-1]:
+            raise ValueError(f"{name} must have the head_dim of q, {q_shape[-1]}, got {shape[-1]}")
+    k_shape, v_shape = k[0], v[0]
+    if v_shape != k_shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k_shape)}, got {tuple(v_shape)}")
+    one_head = len(q_shape) == 3
+    return Problem(
+        batch=q_shape[0],
+        heads_q=1 if one_head else q_shape[1],
+        heads_kv=1 if one_head else k_shape[1],
+        len_q=q_shape[-2],
+        len_k=k_shape[-2],
+        head_dim=q_shape[-1],
+        dtype=q_dtype,
+        mask=Mask() if mask is None else mask,
+        scale=scale,  # type: ignore[arg-type]
+    )

@@ -49,6 +49,9 @@ class Target:
     def __str__(self) -> str:
         return f"{self.name} ({self.sm})"
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # asked for at every launch
+
     @classmethod
     def named(cls, name: str) -> Target:
         """The target of that name or `sm_…`. Raises ValueError, with the names there are, for another."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from .errors import check_type
 from .problem import Direction, Problem
 from .target import Target
 
@@ -21,7 +22,7 @@ class Tile:
     """How a kernel cuts its problem: `block_m` query rows by `block_n` key rows, `warps` a block, `stages` of the loop.
 
     extra: what one port needs besides, as sorted `(name, value)` pairs; read with `tile.get(name, default)`.
-    Raises TypeError/ValueError when a value is no positive integer.
+    Raises TypeError/ValueError when a value is no positive integer, or `extra` no such pairs.
     """
 
     block_m: int
@@ -31,8 +32,15 @@ class Tile:
     extra: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "warps", "stages"):
-            value = getattr(self, name)
+        if not isinstance(self.extra, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in self.extra
+        ):
+            raise TypeError(f"tile extra must be a tuple of (name, value) pairs, got {self.extra!r}")
+        names = [name for name, _ in self.extra]
+        if names != sorted(set(names)):
+            raise ValueError(f"tile extra must be sorted by name and name each once, got {', '.join(names)}")
+        own = [(name, getattr(self, name)) for name in ("block_m", "block_n", "warps", "stages")]
+        for name, value in (*own, *self.extra):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"tile {name} must be an int, got {type(value).__name__}")
             if value < 1:
@@ -64,6 +72,7 @@ class Switches:
     edges: only edge tiles are masked, the interior loop has no comparison.
     order: heavy query tiles first, heads grouped so that their keys and values stay in L2.
     tf32: fp32 products in TF32 instead of IEEE fp32. No rung: it changes the rounding, so it is off unless asked for.
+    Raises TypeError when one is no bool.
     """
 
     tiles: bool = True
@@ -72,6 +81,10 @@ class Switches:
     edges: bool = True
     order: bool = True
     tf32: bool = False
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            check_type(f"switch {one.name}", getattr(self, one.name), bool)
 
     @classmethod
     def rung(cls, name: str) -> Switches:
@@ -124,5 +137,5 @@ class TileTable:
         key = (target.name, direction, problem.dtype.itemsize * 8, masked)
         for head_dim, tiles in self._tiles.get(key, ()):
             if problem.head_dim <= head_dim:
-                return tiles
+                return list(tiles)
         return []

@@ -39,7 +39,8 @@ class ReferencePort(Port):
         tile: Tile,
         switches: Switches,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return tiled_forward(q, k, v, problem, block_m=tile.block_m, block_n=tile.block_n, switches=switches)
+        with torch.autocast(q.device.type, enabled=False):  # the algorithm says itself what is rounded
+            return tiled_forward(q, k, v, problem, block_m=tile.block_m, block_n=tile.block_n, switches=switches)
 
     def _backward(
         self,
@@ -57,4 +58,5 @@ class ReferencePort(Port):
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         blocks = {"block_m": tile.block_m, "block_n": tile.block_n}
-        return tiled_backward(do, dlse, q, k, v, o, lse, problem, **blocks, switches=switches)
+        with torch.autocast(q.device.type, enabled=False):
+            return tiled_backward(do, dlse, q, k, v, o, lse, problem, **blocks, switches=switches)

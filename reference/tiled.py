@@ -57,9 +57,9 @@ def tiled_forward(
 
     for rows in _query_tiles(problem, block_m, switches):
         q_tile = q[:, :, rows]  # [B, Hq, BLOCK_M, D]
-        row_max = torch.full(q_tile.shape[:-1], -math.inf, device=q.device)  # [B, Hq, BLOCK_M]
+        row_max = torch.full(q_tile.shape[:-1], -math.inf, dtype=torch.float32, device=q.device)  # [B, Hq, BLOCK_M]
         row_sum = torch.zeros_like(row_max)  # [B, Hq, BLOCK_M]
-        acc = torch.zeros(q_tile.shape, device=q.device)  # [B, Hq, BLOCK_M, D]
+        acc = torch.zeros(q_tile.shape, dtype=torch.float32, device=q.device)  # [B, Hq, BLOCK_M, D]
 
         for keys in _key_tiles(problem, rows, block_n, switches):
             k_tile, v_tile = (_for_query_heads(x[:, :, keys], problem) for x in (k, v))  # [B, Hq, BLOCK_N, D]
@@ -104,10 +104,14 @@ def tiled_backward(
     """
     switches = switches or Switches()
     exp, unit = _exponential(switches)
-    dq_sum = torch.zeros(q.shape, device=q.device)  # [B, Hq, Nq, D] in fp32: every key tile adds to it
+    dq_sum = torch.zeros(
+        q.shape, dtype=torch.float32, device=q.device
+    )  # [B, Hq, Nq, D] in fp32: every key tile adds to it
     dk, dv = empty_like(k), empty_like(v)
 
     unseen = lse == -math.inf  # [B, Hq, Nq]: rows that see no key
+    if unseen.any():  # their p is 0, but what a caller put there may be NaN, and 0 · NaN is NaN
+        q, do = (x.masked_fill(unseen[..., None], 0) for x in (q, do))
     delta = (do.float() * o.float()).sum(dim=-1)  # [B, Hq, Nq]
     if dlse is not None:
         delta = torch.where(unseen, 0.0, delta - dlse)
@@ -115,8 +119,8 @@ def tiled_backward(
 
     for keys in _all_tiles(problem.len_k, block_n):
         k_tile, v_tile = (_for_query_heads(x[:, :, keys], problem) for x in (k, v))  # [B, Hq, BLOCK_N, D]
-        dk_acc = torch.zeros(k_tile.shape, device=q.device)  # [B, Hq, BLOCK_N, D]
-        dv_acc = torch.zeros(k_tile.shape, device=q.device)  # [B, Hq, BLOCK_N, D]
+        dk_acc = torch.zeros(k_tile.shape, dtype=torch.float32, device=q.device)  # [B, Hq, BLOCK_N, D]
+        dv_acc = torch.zeros(k_tile.shape, dtype=torch.float32, device=q.device)  # [B, Hq, BLOCK_N, D]
 
         for rows in _query_tiles_that_see(problem, keys, block_m, switches):
             q_tile, do_tile = q[:, :, rows], do[:, :, rows]  # [B, Hq, BLOCK_M, D]

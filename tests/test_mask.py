@@ -126,3 +126,16 @@ def test_dense_written_out(mask: Mask, lengths: tuple[int, int], expected: list[
 def test_a_wrong_mask_is_refused(arguments: dict, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         Mask(**arguments)
+
+
+@given(drawn())
+def test_it_knows_whether_some_row_sees_no_key(d: Drawn) -> None:
+    dense = d.mask.dense(d.len_q, d.len_k)
+    assert d.mask.has_unseeing_rows(d.len_q, d.len_k) == bool((~dense.any(dim=1)).any())
+
+
+@pytest.mark.parametrize("mask", [Mask(10**20, 3), Mask(3, 10**20), Mask(10**20, 10**20, "top_left")], ids=str)
+def test_a_side_without_end_is_an_open_one(mask: Mask) -> None:
+    opened = Mask(*(None if side == 10**20 else side for side in (mask.left, mask.right)), mask.corner)
+    assert mask.visible_pairs(9, 7) == opened.visible_pairs(9, 7)
+    assert torch.equal(mask.dense(9, 7), opened.dense(9, 7))

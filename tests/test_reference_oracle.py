@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from common import DTYPE_NAMES, Mask, Problem
+from harness.checks import max_error
 from reference import naive_attention, naive_backward, naive_forward, oracle_backward, oracle_forward
 
 from .cases import Case, Inputs, load_cases
-from .helpers import error
 
 MASKS = (
     Mask(),
@@ -66,12 +66,12 @@ def test_oracle_is_the_plain_attention_and_its_autograd(shape: tuple[int, ...], 
     o, lse = oracle_forward(inputs.q, inputs.k, inputs.v, problem)
     o_plain, lse_plain = plain_attention(inputs.q.double(), inputs.k.double(), inputs.v.double(), problem)
     assert o.dtype == lse.dtype == torch.float64
-    assert error(o, o_plain) < 1e-13
-    assert error(lse, lse_plain) < 1e-13
+    assert max_error(o, o_plain) < 1e-13
+    assert max_error(lse, lse_plain) < 1e-13
     for dlse in (None, inputs.dlse):
         grads = oracle_backward(inputs.do, dlse, inputs.q, inputs.k, inputs.v, problem)
         for grad, plain in zip(grads, plain_gradients(inputs, problem, dlse), strict=True):
-            assert error(grad, plain) < 1e-12
+            assert max_error(grad, plain) < 1e-12
 
 
 def test_oracle_passes_gradcheck_with_a_loss_on_lse() -> None:
@@ -105,7 +105,7 @@ def test_oracle_in_chunks_is_the_oracle_at_once(mask: Mask, budget: int) -> None
         *oracle_backward(i.do, i.dlse, i.q, i.k, i.v, problem, **small),
     )
     for x, y in zip(chunked, at_once, strict=True):
-        assert error(x, y) < 1e-13
+        assert max_error(x, y) < 1e-13
 
 
 def test_oracle_takes_the_inputs_as_they_were_rounded() -> None:
@@ -146,7 +146,7 @@ def test_the_two_corners_differ() -> None:
     corners = load_cases(only=["corner-2x5"], dtypes=(torch.float32,))
     inputs = corners[0].inputs()
     bottom, top = (oracle_forward(inputs.q, inputs.k, inputs.v, case.problem)[0] for case in corners)
-    assert error(bottom, top) > 0.1
+    assert max_error(bottom, top) > 0.1
 
 
 @pytest.mark.parametrize("case", load_cases(only=["constant-rows"]), ids=str)
@@ -155,8 +155,8 @@ def test_constant_scores_give_the_mean_of_the_visible_values(case: Case) -> None
     o, lse = oracle_forward(i.q, i.k, i.v, case.problem)
     visible = case.mask.dense(case.problem.len_q, case.problem.len_k).double()
     count = visible.sum(-1)
-    assert error(o, visible @ i.v.double() / count[:, None]) < 1e-13
-    assert error(lse, count.log().expand(lse.shape)) < 1e-13
+    assert max_error(o, visible @ i.v.double() / count[:, None]) < 1e-13
+    assert max_error(lse, count.log().expand(lse.shape)) < 1e-13
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do", "dlse"])
@@ -179,13 +179,13 @@ def test_naive_is_the_oracle_within_its_dtype(shape: tuple[int, ...], mask: Mask
     assert torch.equal(o, naive_attention(i.q, i.k, i.v, problem))
     tolerance = 16 * torch.finfo(dtype).eps
     for x, truth in zip((o, lse), oracle_forward(i.q, i.k, i.v, problem), strict=True):
-        assert error(x, truth) < tolerance
+        assert max_error(x, truth) < tolerance
     for dlse in (None, i.dlse):
         grads = naive_backward(i.do, dlse, i.q, i.k, i.v, problem)
         truths = oracle_backward(i.do, dlse, i.q, i.k, i.v, problem)
         for grad, truth in zip(grads, truths, strict=True):
             assert grad.dtype == dtype
-            assert error(grad, truth) < tolerance * 4
+            assert max_error(grad, truth) < tolerance * 4
 
 
 @pytest.mark.parametrize("case", load_cases(only=["empty-queries", "empty-keys", "empty-batch"]), ids=str)

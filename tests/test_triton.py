@@ -8,6 +8,8 @@ import torch
 from common import Mask, Problem, Switches, Target, Tile, Unsupported, attention, port
 from reference import oracle_forward
 from triton_impl import FlashAttentionTriton
+from triton_impl.backward import plan_backward
+from triton_impl.forward import plan_forward
 
 from .cases import Case, load_cases
 from .helpers import check_case, check_port
@@ -78,16 +80,80 @@ def test_heads_in_several_sections_of_the_order(monkeypatch: pytest.MonkeyPatch)
     check(case_of((1, 8, 40, 32), (1, 4, 40, 32), torch.float16, Mask.causal()), tile=Tile(16, 16))
 
 
+@pytest.mark.parametrize("lengths", [(12288, 1), (1, 12288), (16384, 1)])
+@pytest.mark.parametrize("heads", [(128, 1), (64, 64)])
+def test_the_order_of_many_tiles_over_few_keys_is_in_32_bits(lengths: tuple[int, int], heads: tuple[int, int]) -> None:
+    problem = Problem(1, *heads, *lengths, 16, torch.float16, Mask.causal())
+    layouts = {n: (n * h * 16, n * 16, 16, 1) for n in lengths for h in heads}
+    q, k = layouts[lengths[0]], layouts[lengths[1]]
+    tile, switches = Tile(16, 16), Switches()
+    launches = [plan_forward(problem, tile, switches, q, k, k, q)]
+    launches += plan_backward(problem, tile, switches, False, q, q, k, k, q, q, k, k)[1:]
+    for launch in launches:
+        *_, count, section, _, _, _, _, _ = launch.numbers
+        assert 1 <= section <= count  # so that tiles x section is at most the grid
+        assert launch.grid < 2**31
+
+
+def test_a_grid_past_32_bits_is_refused() -> None:
+    problem = Problem(2**20, 64, 64, 1024, 16, 16, torch.float16)
+    layout = (64 * 1024 * 16, 1024 * 16, 16, 1)
+    with pytest.raises(Unsupported, match="blocks"):
+        plan_forward(problem, Tile(16, 16), Switches(), layout, layout, layout, layout)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(5, 2**31 - 1),
+        Mask(None, 2**31 - 40),
+        Mask(2**31 - 1, 5, "top_left"),
+        Mask(2**31 - 1, 0),
+        Mask(10**20, 3),
+        Mask(3, 10**20, "top_left"),
+    ],
+    ids=str,
+)
+def test_a_window_wider_than_any_integer_of_the_device(mask: Mask) -> None:
+    check(case_of((1, 1, 40, 16), (1, 1, 50, 16), torch.float16, mask), tile=SMALL, dlse=(True,))
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask(left=2, corner="top_left"), Mask(0, 0)], ids=str)
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_what_a_caller_puts_into_rows_that_see_no_key_changes_nothing(name: str, mask: Mask) -> None:
+    case = case_of((1, 2, 70, 32), (1, 1, 40, 32), torch.float16, mask)
+    inputs, problem = case.inputs(DEVICE), case.problem
+    x, impl = inputs, port(name)
+    options = {"tile": Tile(16, 16), "switches": None}
+    o, lse = impl.forward(x.q, x.k, x.v, problem, **options)
+    unseen = lse == -torch.inf
+    assert unseen.any()
+    assert mask.has_unseeing_rows(70, 40)
+    expected = (o, lse, *impl.backward(x.do, x.dlse, x.q, x.k, x.v, o, lse, problem, **options))
+    q, do, dlse = (t.clone() for t in (x.q, x.do, x.dlse))
+    for tensor in (q, do, dlse):
+        tensor[unseen] = torch.nan
+    o, lse = impl.forward(q, x.k, x.v, problem, **options)
+    found = (o, lse, *impl.backward(do, dlse, q, x.k, x.v, o, lse, problem, **options))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_view_that_stands_for_its_negative() -> None:
+    x = torch._neg_view(torch.randn(1, 1, 20, 16, device=DEVICE))
+    expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(attention(x, x, x), expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
 def test_every_head_dim(head_dim: int) -> None:
     check(case_of((1, 1, 20, head_dim), (1, 1, 24, head_dim), torch.float16, Mask.causal()), dlse=(True,))
 
 
+@pytest.mark.parametrize(("rows", "stride"), [(3, 2**30 + 8), (2, 2**31 + 8)])  # both inside one tile
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=["fp16", "bf16", "fp32"])
-def test_a_row_far_past_32_bits_of_offset(dtype: torch.dtype) -> None:
+def test_a_row_far_past_32_bits_of_offset(dtype: torch.dtype, rows: int, stride: int) -> None:
     if dtype == torch.float32 and not GPU:
         pytest.skip("8 GB of address space for what fp16 shows")
-    rows, stride = 3, 2**30 + 8  # inside one tile
     buffer = torch.empty((rows - 1) * stride + 32, dtype=dtype, device=DEVICE)
     far = buffer.as_strided((1, 1, rows, 32), (0, 0, stride, 1))
     far.copy_(torch.randn(far.shape))
@@ -193,6 +259,20 @@ def test_attention_is_the_port_and_compiles_without_a_graph_break() -> None:
     torch.testing.assert_close(losses[:3], losses[3:], atol=1e-5, rtol=1e-5)
 
 
+def test_a_last_stride_that_is_not_one_compiles_as_well() -> None:
+    inputs = [torch.randn(1, 2, 20, 16, device=DEVICE).mT.contiguous().mT.requires_grad_() for _ in range(3)]
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v).mT.reshape(1, 2, -1)
+
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    expected, found = step(*inputs), compiled(*inputs)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(x, inputs, weight) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_operators_hold_to_what_pytorch_asks_of_them() -> None:
     q = torch.randn(1, 2, 20, 16, device=DEVICE, requires_grad=True)
     kv = torch.randn(1, 1, 24, 16, device=DEVICE, requires_grad=True)
@@ -247,6 +327,32 @@ def test_forward_and_backward_replay_in_a_cuda_graph_on_new_inputs() -> None:
         graph.replay()
         expected = step(*(t.requires_grad_(i < 3) for i, t in enumerate(fresh)))
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_ada_path_stays_on_mma_sync_within_its_shared_memory_on_any_card(head_dim: int) -> None:
+    case = case_of((1, 2, 300, head_dim), (1, 2, 300, head_dim), torch.bfloat16, Mask.causal())
+    inputs, problem = case.inputs(DEVICE), case.problem
+    q, k, v = inputs.q, inputs.k, inputs.v
+    o, lse = TRITON.forward(q, k, v, problem, target=ADA)
+    TRITON.backward(inputs.do, None, q, k, v, o, lse, problem, target=ADA)
+    layout = q.stride()
+    forward_tile, backward_tile = (TRITON.tiles(problem, ADA, way)[0] for way in ("forward", "backward"))
+    launches = [
+        plan_forward(problem, forward_tile, Switches(), *[layout] * 4),
+        *plan_backward(problem, backward_tile, Switches(), False, *[layout] * 8)[1:],
+    ]
+    for launch in launches:
+        built = [kernel for (target, *_), kernel in launch.compiled.items() if target == "ada"]
+        assert built
+        for kernel in built:
+            ptx = kernel.asm["ptx"]
+            assert "mma.sync" in ptx
+            assert "cp.async.cg" in ptx
+            assert "wgmma" not in ptx
+            assert "cp.async.bulk" not in ptx
+            assert kernel.metadata.shared <= ADA.smem_per_block
 
 
 @pytest.mark.gpu

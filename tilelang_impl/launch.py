@@ -139,15 +139,15 @@ def block_d(problem: Problem) -> int:
 
 
 def band(problem: Problem) -> tuple[int, int]:
-    """The band of `Mask.band`, 0 for an open side; a side further than the lengths is as good as the lengths."""
+    """The band of `Mask.band`, 0 for an open side."""
     low, high = problem.mask.band(problem.len_q, problem.len_k)
-    return max(-problem.len_q, min(problem.len_k, low or 0)), max(-problem.len_q, min(problem.len_k, high or 0))
+    return low or 0, high or 0
 
 
 def heads_in_l2(problem: Problem) -> int:
-    """How many key heads fit in L2 together with their values; at least one."""
+    """How many of the problem's key heads fit in L2 together with their values; at least one."""
     head_bytes = 2 * problem.len_k * problem.head_dim * problem.dtype.itemsize
-    return max(1, L2_BYTES // head_bytes)
+    return min(max(1, L2_BYTES // head_bytes), problem.batch * problem.heads_kv)
 
 
 def padded_len(problem: Problem) -> int:

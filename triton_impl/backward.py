@@ -18,6 +18,8 @@ dk and dv of a head are summed over the group of query heads that share it, in o
 The rungs are those of the forward.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ from common import Problem, Switches, Target, Tile, empty, empty_like
 from .blocks import dot, load_rows, row_offsets, schedule, store_rows, tile_range, visible
 from .budget import dq_tile
 from .forward import LOG2_E
-from .launch import RUN_TIME, Launch, constants, heads_in_l2, row_tile, strides
+from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, row_tile, strides
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -62,11 +64,17 @@ def prepare_kernel(
 
 
 @triton.jit
+def without_unseeing(x, shift):
+    """Rows that see no key as zeros: their P is 0, but what a caller put there may be NaN, and 0 · NaN is NaN."""
+    return tl.where((shift == float("inf"))[:, None], 0.0, x).to(x.dtype)
+
+
+@triton.jit
 def gather(
     dk, dv, k, v, q_base, do_base, delta_base, shift_base, q_n, do_n, q_offsets, do_offsets, begin, end,
     key_begin, len_q, len_k, low, high, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
-    EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    UNSEEING: tl.constexpr, EXP2: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The walk over the query tiles of `[begin, end)`, gathering dk and dv of one tile of keys."""
     for row_begin in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
@@ -82,6 +90,8 @@ def gather(
             seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
             p_t = tl.where(seen, p_t, 0.0)
         do = load_rows(do_base, do_n, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        if UNSEEING and MASKED:
+            q, do = without_unseeing(q, shift), without_unseeing(do, shift)
         dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         dp_t = dot(v, tl.trans(do), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
         delta = tl.load(delta_base + rows, mask=inside, other=0.0 if MASKED else None)
@@ -95,8 +105,8 @@ def dkdv_kernel(
     DO, Q, K, V, DELTA, SHIFT, DK, DV, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, heads_kv, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, UNSEEING: tl.constexpr,
+    SKIP: tl.constexpr, EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv. heads: B·Hkv."""
@@ -138,7 +148,7 @@ def dkdv_kernel(
                     begin if part == 0 else full_begin if part == 1 else full_end,
                     full_begin if part == 0 else full_end if part == 1 else end,
                     key_begin, len_q, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW,
-                    HAS_HIGH, part != 1, EXP2, PRECISION, INTERPRET,
+                    HAS_HIGH, part != 1, UNSEEING, EXP2, PRECISION, INTERPRET,
                 )  # fmt: skip
 
     dk_base = DK + (batch * dk_b + head_kv * dk_h) * UNIT
@@ -178,8 +188,9 @@ def dq_kernel(
     DO, Q, K, V, DELTA, SHIFT, DQ, do_b, do_h, do_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dq_b, dq_h, dq_n,
     heads_q, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, UNSEEING: tl.constexpr,
+    SKIP: tl.constexpr, EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq. heads: B·Hq."""
     tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, section, HAS_HIGH, ORDER)
@@ -201,6 +212,8 @@ def dq_kernel(
     row_base = head.to(tl.int64) * len_q
     shift = tl.load(SHIFT + row_base + rows, mask=rows < len_q, other=float("inf"))  # [BLOCK_M]
     delta = tl.load(DELTA + row_base + rows, mask=rows < len_q, other=0.0)  # [BLOCK_M]
+    if UNSEEING:
+        q, do = without_unseeing(q, shift), without_unseeing(do, shift)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     factor = scale * LOG2_E if EXP2 else scale
@@ -221,67 +234,75 @@ def dq_kernel(
     store_rows(dq_base, dq_n * UNIT, row_begin, len_q, dq_offsets, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
 
 
+@lru_cache(maxsize=4096)
 def plan_backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile,
-    switches: Switches,
-) -> list[Launch]:  # fmt: skip
-    """The launches that fill dq, dk and dv, in order. The tensors have a last stride of 1; lse and dlse are packed.
+    problem: Problem, tile: Tile, switches: Switches, has_dlse: bool, do: Layout, q: Layout, k: Layout, v: Layout,
+    o: Layout, dq: Layout, dk: Layout, dv: Layout,
+) -> tuple[Launch, Launch, Launch]:  # fmt: skip
+    """The launches of prepare_kernel, dkdv_kernel and dq_kernel, from the tensors' layouts.
 
     tile: block_m, block_n, warps and stages are dkdv_kernel's; dq_kernel's are the extras `dq_block_m`, `dq_block_n`,
     `dq_warps` and `dq_stages`, by default the same.
     """
     heads = problem.batch * problem.heads_q
     low, high = problem.mask.band(problem.len_q, problem.len_k)
-    delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    rows = row_tile(problem)
     band = (problem.len_q, problem.len_k, low or 0, high or 0, problem.scale)
+    like_q, like_k = problem.q_shape, problem.kv_shape
 
-    unit, numbers = strides(do, o)
-    every = constants(problem, rows, switches, unit, (do, o))
+    rows = row_tile(problem)
+    how, numbers = strides((do, like_q), (o, like_q))
     prepare = Launch(
         prepare_kernel,
         grid=triton.cdiv(problem.len_q, rows.block_m) * heads,
-        arguments=(do, o, lse, lse if dlse is None else dlse, delta, shift, *numbers, problem.heads_q, heads,
-                   problem.len_q),
-        constants={name: every[name] for name in ("HEAD_DIM", "BLOCK_D", "BLOCK_M", "UNIT", "WIDE", "EXP2")} | {
-            "HAS_DLSE": dlse is not None,
-        },
+        numbers=(*numbers, problem.heads_q, heads, problem.len_q),
+        constants=constants(prepare_kernel, problem, rows, switches, HAS_DLSE=has_dlse, **how),
         warps=rows.warps,
         stages=rows.stages,
+    )
+
+    how, numbers = strides(
+        (do, like_q), (q, like_q), (k, like_k), (v, like_k), (dk, like_k), (dv, like_k)
     )  # fmt: skip
-    unit, numbers = strides(do, q, k, v, dk, dv)
     dkdv = Launch(
         dkdv_kernel,
         grid=triton.cdiv(problem.len_k, tile.block_n) * problem.batch * problem.heads_kv,
-        arguments=(do, q, k, v, delta, shift, dk, dv, *numbers, problem.heads_kv, problem.group,
-                   problem.batch * problem.heads_kv, heads_in_l2(problem), *band),
-        constants=constants(problem, tile, switches, unit, (do, q, k, v, dk, dv)),
+        numbers=(
+            *numbers,
+            problem.heads_kv,
+            problem.group,
+            problem.batch * problem.heads_kv,
+            heads_in_l2(problem),
+            *band,
+        ),
+        constants=constants(dkdv_kernel, problem, tile, switches, **how),
         warps=tile.warps,
         stages=tile.stages,
-    )  # fmt: skip
+    )
 
-    queries_tile = dq_tile(tile)
-    unit, numbers = strides(do, q, k, v, dq)
+    tile = dq_tile(tile)
+    how, numbers = strides((do, like_q), (q, like_q), (k, like_k), (v, like_k), (dq, like_q))
     queries = Launch(
         dq_kernel,
-        grid=triton.cdiv(problem.len_q, queries_tile.block_m) * heads,
-        arguments=(do, q, k, v, delta, shift, dq, *numbers, problem.heads_q, problem.group, heads,
-                   heads_in_l2(problem) * problem.group, *band),
-        constants=constants(problem, queries_tile, switches, unit, (do, q, k, v, dq)),
-        warps=queries_tile.warps,
-        stages=queries_tile.stages,
-    )  # fmt: skip
-    return [prepare, dkdv, queries]
+        grid=triton.cdiv(problem.len_q, tile.block_m) * heads,
+        numbers=(*numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group, *band),
+        constants=constants(dq_kernel, problem, tile, switches, **how),
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+    return prepare, dkdv, queries
 
 
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`dq, dk, dv`, laid out as q, k, v are."""
+    """`dq, dk, dv`, laid out as q, k, v are. The last strides are 1; lse and dlse are packed."""
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    for launch in plan_backward(do, dlse, q, k, v, o, lse, dq, dk, dv, problem, tile, switches):
-        launch.run(q.device, target)
+    delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    layouts = (tensor.stride() for tensor in (do, q, k, v, o, dq, dk, dv))
+    prepare, dkdv, queries = plan_backward(problem, tile, switches, dlse is not None, *layouts)
+    prepare.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift)
+    dkdv.run(target, do, q, k, v, delta, shift, dk, dv)
+    queries.run(target, do, q, k, v, delta, shift, dq)
     return dq, dk, dv

@@ -121,3 +121,12 @@ def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=("steps",))
+def counting_kernel(OUT, steps):
+    """Counts to steps: the smallest kernel with a walk of run-time length, to try whether any runs."""
+    count = 0
+    for _ in tl.range(0, steps):
+        count += 1
+    tl.store(OUT, count)

@@ -34,18 +34,17 @@ _INSTRUCTIONS = {
 }
 
 
-def plan(problem: Problem, direction: Direction, tile: Tile, switches: Switches) -> list[Launch]:
-    """The launches of a problem on packed tensors that have a shape but no memory."""
-
-    def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q, o, do, dq = (tensor(problem.q_shape, problem.dtype) for _ in range(4))
-    k, v, dk, dv = (tensor(problem.kv_shape, problem.dtype) for _ in range(4))
-    lse = tensor(problem.lse_shape, torch.float32)
+def plan(
+    problem: Problem, direction: Direction, tile: Tile, switches: Switches
+) -> list[tuple[Launch, tuple[torch.dtype, ...]]]:
+    """The launches of a problem on packed tensors, each with the dtypes of its tensors."""
+    q, k = (torch.empty(shape, device="meta").stride() for shape in (problem.q_shape, problem.kv_shape))
+    x, lse = problem.dtype, torch.float32
     if direction == "forward":
-        return [plan_forward(q, k, v, o, lse, problem, tile, switches)]
-    return plan_backward(do, None, q, k, v, o, lse, dq, dk, dv, problem, tile, switches)
+        return [(plan_forward(problem, tile, switches, q, k, k, q), (x, x, x, x, lse))]
+    prepare, dkdv, queries = plan_backward(problem, tile, switches, False, q, q, k, k, q, q, k, k)
+    walk = (x, x, x, x, lse, lse)
+    return [(prepare, (x, x, lse, lse, lse, lse)), (dkdv, (*walk, x, x)), (queries, (*walk, x))]
 
 
 def build(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> list[Build]:
@@ -53,24 +52,17 @@ def build(problem: Problem, target: Target, direction: Direction, tile: Tile, sw
     if INTERPRET:
         # An interpreting process holds no kernels that compile.
         return _in_fresh_process(problem, target, direction, tile, switches)
-    return [_compile(launch, target, tile) for launch in plan(problem, direction, tile, switches)]
+    return [_compile(launch, dtypes, target, tile) for launch, dtypes in plan(problem, direction, tile, switches)]
 
 
-def _compile(launch: Launch, target: Target, tile: Tile) -> Build:
-    names = launch.kernel.arg_names
-    signature: dict[str, str] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, (name, value) in enumerate(zip(names, launch.arguments, strict=False)):
-        if isinstance(value, torch.Tensor):
-            signature[name] = _POINTERS[value.dtype]
-            attributes[index,] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32" if value < 2**31 else "i64"
-        else:
-            signature[name] = "fp32"
-    constants = dict(launch.constants)
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target, tile: Tile) -> Build:
+    # As at a launch: pointers start on 16 bytes, and integers are not specialised on (RUN_TIME).
+    types = [_POINTERS[dtype] for dtype in dtypes]
+    types += ["fp32" if isinstance(x, float) else "i32" if x < 2**31 else "i64" for x in launch.numbers]
+    types += ["constexpr"] * len(launch.constants)
+    signature = dict(zip(launch.kernel.arg_names, types, strict=True))
+    attributes = {(index,): [["tt.divisibility", 16]] for index in range(len(dtypes))}
+    source = ASTSource(launch.kernel, signature, dict(launch.constants), attributes)
     begin = time.perf_counter()
     try:
         compiled = triton.compile(

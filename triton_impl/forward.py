@@ -17,6 +17,8 @@ walk into an interior without comparisons and its edges (EDGES); `order` is whic
 `schedule`).
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ import triton.language as tl
 from common import Problem, Switches, Target, Tile, empty, empty_like
 
 from .blocks import dot, load_rows, row_offsets, schedule, store_rows, tile_range, visible
-from .launch import RUN_TIME, Launch, constants, heads_in_l2, strides
+from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, strides
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -121,22 +123,22 @@ def forward_kernel(
     tl.store(LSE + head.to(tl.int64) * len_q + rows, lse, mask=rows < len_q)
 
 
+@lru_cache(maxsize=4096)
 def plan_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, problem: Problem, tile: Tile,
-    switches: Switches,
+    problem: Problem, tile: Tile, switches: Switches, q: Layout, k: Layout, v: Layout, o: Layout
 ) -> Launch:  # fmt: skip
-    """The launch that fills o and lse. The tensors are four-dimensional (lse three) with a last stride of 1."""
+    """The launch over q, k, v, o and lse, from their layouts; lse is packed."""
     heads = problem.batch * problem.heads_q
     low, high = problem.mask.band(problem.len_q, problem.len_k)
-    unit, numbers = strides(q, k, v, o)
+    how, numbers = strides((q, problem.q_shape), (k, problem.kv_shape), (v, problem.kv_shape), (o, problem.q_shape))
     return Launch(
         forward_kernel,
         grid=triton.cdiv(problem.len_q, tile.block_m) * heads,
-        arguments=(
-            q, k, v, o, lse, *numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group,
+        numbers=(
+            *numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group,
             problem.len_q, problem.len_k, low or 0, high or 0, problem.scale,
         ),
-        constants=constants(problem, tile, switches, unit, (q, k, v, o)),
+        constants=constants(forward_kernel, problem, tile, switches, **how),
         warps=tile.warps,
         stages=tile.stages,
     )  # fmt: skip
@@ -145,8 +147,9 @@ def plan_forward(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`o`, laid out as q is, and `lse (B, Hq, Nq)`."""
+    """`o`, laid out as q is, and `lse (B, Hq, Nq)`. The last stride of q, k and v is 1."""
     o = empty_like(q)
     lse = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    plan_forward(q, k, v, o, lse, problem, tile, switches).run(q.device, target)
+    launch = plan_forward(problem, tile, switches, q.stride(), k.stride(), v.stride(), o.stride())
+    launch.run(target, q, k, v, o, lse)
     return o, lse

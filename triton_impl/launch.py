@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+import importlib.metadata
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
 
-from common import Problem, Switches, Target, Tile
+from common import Problem, Switches, Target, Tile, Unsupported
+
+from .blocks import counting_kernel
 
 INTERPRET = triton.knobs.runtime.interpret
 
@@ -24,71 +26,124 @@ RUN_TIME = (
 L2_BYTES = 32 * 2**20
 
 
+BLOCK_MAX = 1024  # no tile has more rows
+GRID_MAX = 2**31 - 1
+
+# The strides of a four-dimensional tensor, in elements; the last is 1.
+Layout = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Launch:
-    """One kernel with its arguments, in the kernel's order: the run-time ones, then the constants by name."""
+    """One kernel and all it is given but its tensors: made once for a problem, its layouts, tile and switches.
+
+    numbers: the arguments after the tensors. constants: the compile-time constants, by name in the kernel's order.
+    compiled: what it was compiled to, by target, device and alignment of the tensors.
+    """
 
     kernel: Any
     grid: int
-    arguments: tuple[Any, ...]
+    numbers: tuple[int | float, ...]
     constants: dict[str, Any]
     warps: int
     stages: int
+    compiled: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def run(self, device: torch.device, target: Target) -> None:
-        """Launches on the current stream of `device`, with the instructions of `target`.
+    def __post_init__(self) -> None:
+        if self.grid > GRID_MAX:
+            raise Unsupported(f"{self.kernel.__name__} needs {self.grid} blocks; a grid has at most {GRID_MAX}")
+
+    def run(self, target: Target, *tensors: torch.Tensor) -> None:
+        """Launches on the current stream of the tensors' device, with the instructions of `target`.
 
         The target's architecture is a compile option, and so a part of the kernel's cache key: the lowering to
         instructions follows it, while the code is assembled for the card. One process can serve several targets.
         """
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
-        if INTERPRET:
-            self.kernel[(self.grid,)](*self.arguments, **self.constants, **options)
+        device = tensors[0].device
+        if INTERPRET or device.index == torch.cuda.current_device():
+            self._run(target, device, tensors)
+        else:
+            with torch.cuda.device(device):
+                self._run(target, device, tensors)
+
+    def _run(self, target: Target, device: torch.device, tensors: tuple[torch.Tensor, ...]) -> None:
+        # Of the tensors, a compiled kernel depends on their dtypes, which are the problem's, and on their alignment.
+        key = (target.name, device.index, *(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+        compiled = self.compiled.get(key)
+        if compiled is not None:  # past Triton's own dispatch, which looks at every argument anew
+            compiled[self.grid, 1, 1](*tensors, *self.numbers, *self.constants.values())
             return
-        options["enable_fp_fusion"] = True  # Triton 3.10 would no longer fuse scale and shift into one multiply-add
-        if target != Target.detect(device):
-            options["arch"] = f"sm{target.capability}"
-        with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-            self.kernel[(self.grid,)](*self.arguments, **self.constants, **options)
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        if not INTERPRET:
+            options["enable_fp_fusion"] = (
+                True  # from Triton 3.10 on scale and shift are not one multiply-add by default
+            )
+            if target != Target.detect(device):
+                options["arch"] = f"sm{target.capability}"
+        compiled = self.kernel[self.grid, 1, 1](*tensors, *self.numbers, **self.constants, **options)
+        if not INTERPRET:
+            if compiled.metadata.shared > target.smem_per_block:
+                raise Unsupported(
+                    f"{self.kernel.__name__} was built with {compiled.metadata.shared} B of shared memory; "
+                    f"{target.sm} gives {target.smem_per_block} B"
+                )
+            self.compiled[key] = compiled
 
 
-def strides(*tensors: torch.Tensor) -> tuple[int, list[int]]:
-    """`(unit, numbers)`: the strides of the three leading dimensions of each tensor, in units of `unit` elements.
+def interpreter_fault() -> str | None:
+    """Why Triton's interpreter cannot run kernels here, tried on a loop of run-time length; None when it can.
 
-    unit is 8 when all strides are multiples of 8, else 1. A dimension of size 1 has no stride worth knowing.
+    Triton 3.6's breaks on the scalars of NumPy 2.4, which 3.9's takes.
+    """
+    count = torch.zeros(1, dtype=torch.int32)
+    try:
+        counting_kernel[1,](count, 5)
+    except Exception as error:  # whatever it raises: it does not run
+        numpy = importlib.metadata.version("numpy")
+        return (
+            f"the interpreter of Triton {triton.__version__} does not run beside NumPy {numpy} ({error}): "
+            "pip install --upgrade triton, or an older NumPy"
+        )
+    return None
+
+
+def strides(*layouts: tuple[Layout, tuple[int, ...]]) -> tuple[dict[str, Any], list[int]]:
+    """The three leading strides of each `(layout, shape)` pair, and how the kernel is to take them, UNIT and WIDE.
+
+    WIDE: offsets inside a tile may pass 2^31 elements. UNIT: how many elements a number counts, 8 when all strides are
+    multiples of 8 (and not WIDE, where a product with 8 may itself pass 32 bits), else 1. A dimension of size 1 has no
+    stride worth knowing.
     """
     numbers = [
         0 if size == 1 else stride
-        for tensor in tensors
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        for layout, shape in layouts
+        for size, stride in zip(shape[:3], layout[:3], strict=True)
     ]
-    unit = 8 if all(stride % 8 == 0 for stride in numbers) else 1
-    return unit, [stride // unit for stride in numbers]
+    wide = any(stride * BLOCK_MAX >= 2**31 for stride in numbers[2::3])
+    unit = 8 if not wide and all(stride % 8 == 0 for stride in numbers) else 1
+    return {"UNIT": unit, "WIDE": wide}, [stride // unit for stride in numbers]
 
 
-def constants(
-    problem: Problem, tile: Tile, switches: Switches, unit: int, tensors: tuple[torch.Tensor, ...]
-) -> dict[str, Any]:
-    """The compile-time constants that the kernels with a walk share."""
-    rows = max(tile.block_m, tile.block_n)
-    wide = any((rows - 1) * tensor.stride(2) + problem.head_dim >= 2**31 for tensor in tensors)
-    return {
+def constants(kernel: Any, problem: Problem, tile: Tile, switches: Switches, **more: Any) -> dict[str, Any]:
+    """The compile-time constants that `kernel` has, in its order; `more` are those that are the launch's own."""
+    values = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": block_d(problem),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
-        "UNIT": unit,
-        "WIDE": wide,
         "HAS_LOW": problem.mask.left is not None,
         "HAS_HIGH": problem.mask.right is not None,
+        "UNSEEING": problem.mask.has_unseeing_rows(problem.len_q, problem.len_k),
         "SKIP": switches.skip,
         "EXP2": switches.exp2,
         "EDGES": switches.edges,
         "ORDER": switches.order,
         "PRECISION": "tf32" if switches.tf32 else "ieee",
         "INTERPRET": INTERPRET,
+        **more,
     }
+    return {name: values[name] for name in kernel.arg_names if name in values}
 
 
 def block_d(problem: Problem) -> int:
@@ -102,6 +157,6 @@ def row_tile(problem: Problem) -> Tile:
 
 
 def heads_in_l2(problem: Problem) -> int:
-    """How many key heads fit in L2 together with their values; at least one."""
+    """How many of the problem's key heads fit in L2 together with their values; at least one."""
     head_bytes = 2 * problem.len_k * problem.head_dim * problem.dtype.itemsize
-    return max(1, L2_BYTES // head_bytes)
+    return min(max(1, L2_BYTES // head_bytes), problem.batch * problem.heads_kv)

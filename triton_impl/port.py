@@ -14,7 +14,9 @@ from . import budget
 from .backward import backward
 from .build import build
 from .forward import forward
-from .launch import INTERPRET
+from .launch import INTERPRET, interpreter_fault
+
+EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
 
 
 class TritonPort(Port):
@@ -22,7 +24,12 @@ class TritonPort(Port):
 
     name: ClassVar[str] = "triton"
 
+    def __init__(self) -> None:
+        self._fault = interpreter_fault() if INTERPRET else None
+
     def unsupported(self, problem: Problem, target: Target) -> str | None:
+        if self._fault is not None:
+            return self._fault
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16, torch.float32))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
@@ -31,6 +38,9 @@ class TritonPort(Port):
         return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+        unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
+        if unknown:
+            raise Unsupported(f"Triton's tiles have no {', '.join(unknown)} (but {', '.join(sorted(EXTRAS))})")
         sides = [tile.block_m, tile.block_n]
         if direction == "backward":
             dq = budget.dq_tile(tile)
@@ -38,8 +48,9 @@ class TritonPort(Port):
         for side in sides:
             if side < 16 or side & (side - 1):
                 raise Unsupported(f"Triton's tiles have sides that are powers of two of at least 16, got tile {tile}")
-        if tile.warps & (tile.warps - 1) or tile.warps > 32:
-            raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
+        for warps in (tile.warps, tile.get("dq_warps", tile.warps)):
+            if warps & (warps - 1) or warps > 32:
+                raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
         budget.check(problem, target, direction, tile)
 
     def build(
@@ -51,7 +62,7 @@ class TritonPort(Port):
         tile: Tile | None = None,
         switches: Switches | None = None,
     ) -> list[Build]:
-        switches = switches or Switches()
+        switches = Switches() if switches is None else switches
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)

@@ -1,0 +1,1 @@
+"""The command line that checks, times and compares the ports: `harness --help`."""

@@ -1,0 +1,155 @@
+"""The commands and their options. What they do is in the module of the command's name.
+
+PyTorch is imported by the commands, not here, so that `--help` and a typo answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .errors import UsageError
+from .options import Directions, Format
+
+if TYPE_CHECKING:
+    from .environment import Environment
+
+USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+app = typer.Typer(
+    name="harness",
+    help="Checks, times and compares the FlashAttention-2 ports.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON lines to FILE.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables.")]
+
+
+@app.callback()
+def _harness() -> None:
+    # With a callback typer keeps sub-commands even while there is only one.
+    pass
+
+
+@app.command("run", short_help="Check ports, then time them beside SDPA.")
+def run_command(
+    impl: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="The ports: triton, tilelang, cute, reference.")],
+    suite: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
+    ] = "quick",
+    direction: Annotated[Directions, typer.Option(help="Which direction.")] = Directions.BOTH,
+    target: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")
+    ] = "native",
+    only: Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")] = 0,
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")] = 40,
+    timing: Annotated[bool, typer.Option("--timing/--no-timing", help="Time what passed, on a GPU.")] = True,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Check ports against a float64 oracle, then time them beside PyTorch's SDPA.
+
+    Every problem of the suite is checked, forward and backward. On a GPU what passed is then timed by turns with the
+    forced flash backend of SDPA. Without a GPU, Triton's interpreter checks the suite on smaller sizes.
+
+    Exit status: 0 all good, 1 a check failed, 2 wrong usage or something asked for could not run.
+
+    \b
+    Examples:
+      harness run --impl triton
+      harness run --impl triton,reference --suite hard --only planted --no-timing
+      harness run --impl triton --suite walkthrough --target ada --json walkthrough.jsonl
+    """
+    here = _prepare()
+    from .run import Request, run
+
+    request = Request(
+        impls=tuple(dict.fromkeys(name.strip() for name in impl.split(","))),
+        suite=suite,
+        directions=direction,
+        target=target,
+        only=only,
+        seed=seed,
+        rounds=rounds,
+        timed=timing,
+        json=json,
+        form=form,
+    )
+    raise typer.Exit(_piped(lambda: run(request, here)))
+
+
+@app.command("doctor", short_help="What is installed and what can run here.")
+def doctor_command(json: JsonOption = None, form: FormatOption = Format.TEXT) -> None:
+    """Tell what is installed, which ports can run here, and for those that cannot, why and what to do.
+
+    Exit status: 0 when some port can run, 2 when none can.
+
+    \b
+    Example:
+      harness doctor --json doctor.json
+    """
+    from .environment import CPU
+
+    try:
+        here, trouble = _prepare(), ""
+    except UsageError as error:
+        here, trouble = CPU, str(error)
+    from .doctor import doctor
+
+    raise typer.Exit(_piped(lambda: doctor(json, form, here, trouble)))
+
+
+def _piped(command: Callable[[], int]) -> int:
+    # `harness run … | head` closes the pipe early: no failed check, and nothing to complain about.
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return status
+
+
+def _prepare() -> Environment:
+    # Before anything that imports triton, which also some parts of torch do.
+    from .environment import prepare
+
+    return prepare()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script: runs a command and exits with its status. Errors of usage are one line on stderr."""
+    try:
+        status = app(args=arguments, prog_name="harness", standalone_mode=False)
+    except UsageError as error:
+        status = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except Exception as error:
+        # Click's own errors of usage; typer brings its own copy of click from 0.26 on, so they are told by their shape.
+        if not hasattr(error, "format_message"):
+            raise
+        text = str(error.format_message())
+        if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help
+            print(text, file=sys.stderr)
+            status = USAGE
+        else:
+            status = _complain(" ".join(text.split()))
+    sys.exit(status or 0)
+
+
+def _complain(text: str) -> int:
+    print(f"harness: {text}", file=sys.stderr)
+    return USAGE

@@ -1,0 +1,149 @@
+"""Records: one JSON object a line for each port, problem and direction, written as it is measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from common import DTYPE_NAMES, Problem, Switches, Tile
+
+from .checks import Check
+from .errors import UsageError
+from .inputs import InputSpec
+from .timing import Timing
+
+SCHEMA_VERSION = 1
+
+
+class RecordFile:
+    """A file of records that appears under its name when it is complete.
+
+    Until then its lines are in `FILE.partial`, flushed one by one; an interrupted run leaves them there, and an
+    earlier file of the name as it was. Raises UsageError when the place cannot be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(path.name + ".partial")
+        if path.is_dir():
+            raise UsageError(f"--json {path} is a directory")
+        try:
+            self._file: TextIO = self.partial.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds one record."""
+        self._file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is None:
+            os.replace(self.partial, self.path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities and no NaN: they become the strings inf, -inf and nan."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def problem_fields(problem: Problem) -> dict[str, Any]:
+    """A problem, fit for JSON."""
+    mask = problem.mask
+    return {
+        "id": problem.id,
+        "batch": problem.batch,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "len_q": problem.len_q,
+        "len_k": problem.len_k,
+        "head_dim": problem.head_dim,
+        "dtype": DTYPE_NAMES[problem.dtype],
+        "mask": {"left": mask.left, "right": mask.right, "corner": mask.corner},
+        "scale": problem.scale,
+    }
+
+
+def tile_fields(tile: Tile | None) -> dict[str, Any] | None:
+    """A tile, fit for JSON; what a port needs besides is among its fields."""
+    if tile is None:
+        return None
+    fields = {"block_m": tile.block_m, "block_n": tile.block_n, "warps": tile.warps, "stages": tile.stages}
+    return fields | dict(tile.extra)
+
+
+def switches_fields(switches: Switches) -> dict[str, bool]:
+    """The switches, fit for JSON."""
+    return asdict(switches)
+
+
+def check_record(
+    check: Check,
+    *,
+    suite: str,
+    case: str,
+    inputs: InputSpec,
+    seed: int,
+    sources: str | None,
+    facts: dict[str, Any],
+    timing: Timing | None = None,
+    baseline: Check | None = None,
+) -> dict[str, Any]:
+    """The record of one check, and of the timing that it allowed.
+
+    sources: the hash of the port's sources. facts: `harness.provenance.provenance`. baseline: the check of what it was
+    timed against.
+    """
+    return {
+        "schema": SCHEMA_VERSION,
+        "kind": "run",
+        "suite": suite,
+        "case": case,
+        "port": check.port,
+        "direction": check.direction,
+        "problem": problem_fields(check.problem),
+        "inputs": asdict(inputs),
+        "seed": seed,
+        "target": {"name": check.target.name, "sm": check.target.sm},
+        "tile": tile_fields(check.tile),
+        "switches": switches_fields(check.switches),
+        "verdict": check.verdict,
+        "reason": check.reason,
+        "faults": list(check.faults),
+        "errors": {
+            t.name: {
+                "error": t.error,
+                "allowed": t.allowed,
+                "naive": t.naive,
+                "floor": t.floor,
+                "ratio": t.ratio,
+                "worst": None if t.worst is None else asdict(t.worst),
+            }
+            for t in check.tensors
+        },
+        "first_calls_s": list(check.seconds),
+        "baseline": None if baseline is None else {"port": baseline.port, "verdict": baseline.verdict},
+        "samples": None if timing is None else timing.as_record(),
+        "host_us": None if timing is None else timing.host_us,
+        "flops": check.problem.flops(check.direction),
+        "bytes": check.problem.bytes(check.direction),
+        "sources": sources,
+        "provenance": facts,
+    }

@@ -1,0 +1,89 @@
+"""Tables as values, and as text, Markdown or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from .options import Format
+
+PLAIN_WIDTH = 500  # where there is no terminal no line is wrapped
+
+
+@dataclass
+class Table:
+    """A title, columns, rows of cells, and notes that are printed below. The first `labels` columns are words."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    labels: int = 1
+
+    def add(self, *cells: str) -> None:
+        """Adds a row."""
+        if len(cells) != len(self.columns):
+            raise ValueError(f"a row of {self.title} has {len(self.columns)} cells, got {len(cells)}")
+        self.rows.append(cells)
+
+
+def print_tables(tables: Iterable[Table], form: Format) -> None:
+    """Prints tables to standard output."""
+    for table in tables:
+        if form is Format.TEXT and sys.stdout.isatty():
+            _print_text(table, Console(highlight=False))
+        else:
+            print({Format.TEXT: as_text, Format.MARKDOWN: as_markdown, Format.CSV: as_csv}[form](table))
+
+
+def as_text(table: Table) -> str:
+    """Plain text: no colours, and no line is wrapped."""
+    buffer = io.StringIO()
+    _print_text(table, Console(file=buffer, highlight=False, width=PLAIN_WIDTH, force_terminal=False))
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def _print_text(table: Table, console: Console) -> None:
+    console.print(Text(table.title, style="bold"))
+    text = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2, pad_edge=False, show_edge=False)
+    for i, column in enumerate(table.columns):
+        text.add_column(column, justify="left" if i < table.labels else "right", overflow="fold")
+    for row in table.rows:
+        text.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+    console.print(text)
+    for note in table.notes:
+        console.print(Text(note, style="red" if note.startswith("FAIL") else "dim"))
+    if console.is_terminal:
+        console.print()
+
+
+def _style(cell: str) -> str:
+    return "green" if cell == "pass" else "bold red" if cell.startswith("FAIL") else ""
+
+
+def as_markdown(table: Table) -> str:
+    """A Markdown table below its title in bold, its notes after it."""
+    rule = ["---" if i < table.labels else "---:" for i in range(len(table.columns))]
+    lines = [f"**{table.title}**", ""]
+    for row in (table.columns, rule, *table.rows):
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    lines += [""] + [line for note in table.notes for line in (note, "")]
+    return "\n".join(lines)
+
+
+def as_csv(table: Table) -> str:
+    """Comma-separated values below a header; the title before them and the notes after them as # lines."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(table.rows)
+    notes = "".join(f"# {note}\n" for note in table.notes)
+    return f"# {table.title}\n{buffer.getvalue()}{notes}"

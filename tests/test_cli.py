@@ -1,0 +1,349 @@
+"""The command line as a user meets it: exit statuses, one-line errors, records, and plain text in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+from common import Problem
+from harness import run as run_module
+from harness.baselines import SDPA_FLASH
+from harness.cli import main
+from harness.environment import CPU, Environment
+from harness.errors import UsageError
+from harness.inputs import InputSpec, make_inputs
+from harness.options import Format
+from harness.run import Request, run
+from harness.tables import Table, as_csv, as_markdown, as_text
+from reference import oracle_backward, oracle_forward
+
+from .fakes import FakePort
+from .test_timing import FakeStopwatch
+
+ROOT = Path(__file__).parent.parent
+ONE_CASE = ("--suite", "quick", "--only", "scale")
+MARK = re.compile(r"\x1b")
+
+
+def harness(*arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a fresh process, without a GPU, where the packages `blocked` cannot be imported."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))"
+    program = f"{block}; from harness.cli import main; main()"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+
+
+def skip_without_interpreter(said: str) -> None:
+    """Skips where the installed Triton cannot interpret beside the installed NumPy, as it says itself."""
+    if "the interpreter of Triton" in said:
+        pytest.skip(said.strip())
+
+
+def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    done = harness("run", "--impl", "triton,reference", *ONE_CASE, "--json", str(path))
+    skip_without_interpreter(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert not MARK.search(done.stdout)
+    assert done.stderr == ""
+    assert "Checks of triton, ada path on the CPU, suite quick, seed 0" in done.stdout
+    assert "triton: 2 checks of 1 problems: 2 pass, 0 fail, 0 unsupported" in done.stdout
+    assert "2 x min(error of PyTorch's plain attention" in done.stdout
+    assert "interpreter ran the kernels, which has no speed" in done.stdout
+    assert "TF/s" not in done.stdout
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["port"], r["direction"]) for r in records] == [
+        ("triton", "forward"),
+        ("triton", "backward"),
+        ("reference", "forward"),
+        ("reference", "backward"),
+    ]
+    for r in records:
+        assert (r["schema"], r["verdict"], r["samples"], r["case"]) == (1, "pass", None, "scale")
+        assert set(r["errors"]) == ({"o", "lse"} if r["direction"] == "forward" else {"dq", "dk", "dv"})
+        assert r["problem"]["scale"] == 0.05
+        assert r["target"] == {"name": "ada", "sm": "sm_89"}
+        assert r["switches"]["exp2"] is True
+        assert r["tile"]["block_m"] >= 16
+        assert r["provenance"]["packages"]["torch"] == torch.__version__
+        assert r["provenance"]["interpreted"] is True
+        assert len(r["sources"]) == 64
+    assert records[0]["sources"] != records[2]["sources"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("run", "--impl", "tritn"), "--impl must be one of reference, triton, tilelang, cute, got 'tritn'; did you"),
+        (("run", "--imp", "triton"), "No such option"),
+        (("run",), "--impl"),
+        (("run", "--impl", "reference", "--suite", "qick"), "did you mean quick?"),
+        (("run", "--impl", "reference", "--suite", "none/such.yaml"), "suite none/such.yaml cannot be read"),
+        (("run", "--impl", "reference", "--only", "nothing"), "--only 'nothing' matches no problem"),
+        (("run", "--impl", "reference", "--target", "volta"), "target must be one of native, ada, hopper"),
+        (("run", "--impl", "reference", "--direction", "sideways"), "--direction"),
+        (("run", "--impl", "reference", "--rounds", "0"), "--rounds"),
+        (("run", "--impl", "reference", *ONE_CASE, "--json", "/nowhere/x.jsonl"), "--json /nowhere/x.jsonl cannot be"),
+        (("rn",), "No such command 'rn'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    assert (exit_.value.code, out) == (2, "")
+    assert err.startswith("harness: ")
+    assert err.count("\n") == 1
+    assert text in err
+
+
+def test_a_port_that_cannot_run_is_explained_and_the_others_run() -> None:
+    done = harness("run", "--impl", "triton,reference", *ONE_CASE, blocked=("triton",))
+    assert done.returncode == 2
+    assert done.stderr == "harness: the triton port needs triton, which is not installed: pip install triton\n"
+    assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
+
+
+@pytest.mark.parametrize("command", [("run",), ("doctor",)])
+def test_help_shows_an_example(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert f"harness {command[0]} --" in out
+    assert "Example" in out
+    assert "Exit status" in out
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2
+    assert "doctor" in "".join(capsys.readouterr())
+
+
+def test_the_help_and_a_typo_need_no_pytorch() -> None:
+    for arguments, status in ((("run", "--help"), 0), (("run", "--imp"), 2)):
+        done = harness(*arguments, blocked=("torch", "triton", "numpy"))
+        assert done.returncode == status, done.stderr
+
+
+def test_on_a_terminal_there_is_colour_and_a_bar() -> None:
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "harness", "run", "--impl", "reference", *ONE_CASE]
+    environment = {**os.environ, "TERM": "xterm-256color", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(command, stdout=child, stderr=child, cwd=ROOT, env=environment)
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(parent, 65536)
+        except OSError:  # the child closed its end
+            break
+        if not piece:
+            break
+        shown += piece
+    assert process.wait(timeout=60) == 0
+    assert b"\x1b[" in shown
+    assert b"checking" in shown
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("old\n")
+    command = [sys.executable, "-m", "harness", "run", "--impl", "triton", "--suite", "hard", "--json", str(path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)  # type: ignore[call-overload]
+    partial = tmp_path / "out.jsonl.partial"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Checks of triton" in out
+    assert f"harness: interrupted; the records so far are in {partial}" in err
+    assert "Traceback" not in err
+    assert path.read_text() == "old\n"
+    assert all(json.loads(line)["verdict"] == "pass" for line in partial.read_text().splitlines())
+
+
+@pytest.fixture
+def fake_port(monkeypatch: pytest.MonkeyPatch) -> FakePort:
+    """What `common.port` gives for every name."""
+    port = FakePort()
+    monkeypatch.setattr(common, "port", lambda name: port)
+    return port
+
+
+def request(**options: object) -> Request:
+    return Request(("triton",), **{"suite": "quick", "only": "scale", **options})  # type: ignore[arg-type]
+
+
+def test_a_failed_check_is_status_1_and_names_the_element(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_port.fault = "scale applied twice"
+    assert run(request(), CPU) == 1
+    out = capsys.readouterr().out
+    assert "FAIL scale b1-h1-n40-d64-bf16-full-s0.05 forward: o: error" in out
+    assert "backward: not run: the forward it starts from failed" in out
+
+
+def test_an_exception_is_a_cell_that_names_it(fake_port: FakePort, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(direction: str, outputs: tuple, inputs: tuple) -> tuple:
+        raise RuntimeError("an illegal memory access")
+
+    fake_port.after = fail
+    assert run(request(), CPU) == 1
+    assert "| FAIL: raised RuntimeError: an illegal memory access" in capsys.readouterr().out
+
+
+def test_a_problem_that_is_unsupported_is_a_cell_with_its_reason(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakePort, "unsupported", lambda self, problem, target: "no windows" if problem.mask.left is not None else None
+    )
+    assert run(request(only="b1-h1-n"), CPU) == 0
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if "n90k110-d64-bf16-causal-left40" in line)
+    assert [cell.strip() for cell in line.split("|")][2:] == ["–", "–", "–", "–", "–", "no windows"]
+    assert "6 unsupported" in out
+
+
+def test_a_port_that_supports_nothing_asked_for_is_status_2(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_port.fault = "unsupported"
+    assert run(request(), CPU) == 2
+    assert "cannot run here: no windows today" in capsys.readouterr().err
+
+
+def test_what_passed_is_timed_and_recorded_with_its_samples(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Environment, "has_gpu", True)
+    monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    path = tmp_path / "x.jsonl"
+    assert run(request(rounds=5, json=path), CPU) == 0
+    out = capsys.readouterr().out
+    assert "fake forward, the CPU, beside SDPA flash, suite quick" in out
+    assert "fake also takes the gradient of lse" in out
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [len(r["samples"]) for r in records] == [5, 5]
+    assert records[0]["samples"][0]["sensors"]["sm_mhz"] == 1500
+    assert records[0]["baseline"] == {"port": "sdpa_flash", "verdict": "unsupported"}
+
+
+def test_what_failed_its_check_is_not_timed(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_port.fault = "delta without dlse"
+    monkeypatch.setattr(Environment, "has_gpu", True)
+    monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    assert run(request(rounds=5), CPU) == 1
+    out = capsys.readouterr().out
+    assert "fake forward, the CPU, beside SDPA flash" in out
+    assert "fake backward, the CPU, beside" not in out
+
+
+def test_an_ada_path_is_named_and_other_code_is_refused_on_a_card() -> None:
+    hopper, ada = common.Target.named("hopper"), common.Target.named("ada")
+    card = Environment(torch.device("cuda", 0), hopper, "NVIDIA H200")
+    assert card.path(card.target("ada")) == "ada path on NVIDIA H200"
+    assert card.path(card.target("native")) == "NVIDIA H200"
+    with pytest.raises(UsageError, match=r"code for blackwell \(sm_100a\) does not run on NVIDIA H200"):
+        card.target("blackwell")
+    small = Environment(torch.device("cuda", 0), ada, "NVIDIA GeForce RTX 4090")
+    assert small.path(small.target("ada")) == "NVIDIA GeForce RTX 4090"
+    assert CPU.path(CPU.target("hopper")) == "hopper path on the CPU"
+
+
+@pytest.mark.parametrize("lengths", [(48, 48), (32, 48)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_forced_sdpa_is_the_attention_it_stands_for(lengths: tuple[int, int], causal: bool) -> None:
+    if causal and lengths[0] != lengths[1]:
+        pytest.skip("the lower-right bias needs CUDA's flash")
+    mask = common.Mask.causal() if causal else common.Mask()
+    problem = Problem(2, 4, 2, *lengths, 32, torch.bfloat16, mask)
+    x = make_inputs(problem, InputSpec(), seed=0, device=torch.device("cpu"))
+    with SDPA_FLASH.context():
+        o = SDPA_FLASH.launch_forward(x.q, x.k, x.v, problem)()
+    grads = SDPA_FLASH.launch_backward(x.do, x.q, x.k, x.v, problem)()
+    again = SDPA_FLASH.launch_backward(x.do, x.q, x.k, x.v, problem)()
+    expected = (oracle_forward(x.q, x.k, x.v, problem)[0], *oracle_backward(x.do, None, x.q, x.k, x.v, problem))
+    for ours, true in zip((o, *grads), expected, strict=True):
+        torch.testing.assert_close(ours.double(), true, atol=0.1, rtol=0.02)
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), "gradients must not accumulate"
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (Problem(1, 1, 1, 8, 8, 64, torch.float32), "the problem is fp32"),
+        (Problem(1, 1, 1, 8, 8, 64, mask=common.Mask(left=3, right=0)), "no window"),
+        (Problem(1, 1, 1, 8, 9, 64, mask=common.Mask.causal("top_left")), "no top-left corner"),
+        (Problem(1, 1, 1, 9, 8, 64, mask=common.Mask.causal()), "rows that see no key"),
+        (Problem(1, 1, 1, 8, 9, 64, mask=common.Mask.causal()), None),
+    ],
+)
+def test_sdpa_says_what_it_cannot(problem: Problem, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    told = SDPA_FLASH.unsupported(problem, common.Target.named("ada"))
+    assert told is None if reason is None else reason in str(told)
+
+
+def test_tables_come_as_text_markdown_and_csv() -> None:
+    table = Table("A title", ("case", "ms"), [("a|b", "1.5"), ("c", "–")], ["a note"])
+    assert as_text(table).splitlines() == [
+        "A title",
+        "case |  ms",
+        "-----+----",
+        "a|b  | 1.5",
+        "c    |   –",
+        "a note",
+    ]
+    assert as_markdown(table).splitlines()[2:5] == ["| case | ms |", "| --- | ---: |", "| a\\|b | 1.5 |"]
+    assert as_csv(table).splitlines() == ["# A title", "case,ms", "a|b,1.5", "c,–", "# a note"]
+    with pytest.raises(ValueError, match="has 2 cells"):
+        table.add("x")
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_every_format_prints_the_checks(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Request(("reference",), only="scale", form=form), CPU) == 0
+    assert "b1-h1-n40-d64-bf16-full-s0.05" in capsys.readouterr().out
+
+
+def test_inputs_that_do_not_fit_cost_their_own_case(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(problem: Problem, *arguments: object, **options: object) -> None:
+        if problem.head_dim == 256:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13 GiB")
+        return make_inputs(problem, *arguments, **options)  # type: ignore[arg-type, return-value]
+
+    monkeypatch.setattr(run_module, "make_inputs", too_large)
+    assert run(Request(("reference",), only="head-dims"), CPU) == 0
+    out = capsys.readouterr().out
+    assert "not checked, the inputs or the oracle raised OutOfMemoryError: CUDA out of memory" in out
+    assert "8 pass, 0 fail, 2 unsupported" in out
