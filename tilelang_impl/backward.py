@@ -1,0 +1,307 @@
+"""FlashAttention-2 backward in TileLang.
+
+From `do`, `lse` and the inputs, with P recomputed (Dao 2023, algorithm 2):
+
+    P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP - delta)      dK = dSᵀ Q      dQ = dS K
+
+where `delta = rowsum(dO ∘ O) - dlse`. Three kernels: prepare computes delta; dkdv, one program a tile of keys, walks
+over queries; dq, one program a tile of queries, walks over keys. S and dP are computed in both, seven products instead
+of five; in exchange no program adds to what another one writes, nothing is summed through memory in fp32, and every
+gradient is bitwise repeatable without being asked to.
+
+In the dkdv kernel the scores are computed transposed, `Sᵀ = K Qᵀ [BLOCK_N, BLOCK_M]`, so that Pᵀ and dSᵀ are the left
+operands of the next products straight from registers.
+
+Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`, each packed in that order or as `(B, N, H, D)`;
+lse, dlse `(B, Hq, Nq)` in fp32. stats `(B, Hq, 2, rows)` in fp32 is scratch: the lse as it is subtracted (`shift`) and
+delta, `rows` being Nq padded; a padded row has a shift of infinity, so that its P is 0 without a comparison.
+dk and dv of a head are summed over the group of query heads that share it, in one program and in order.
+The rungs are those of the forward, and so are the two ways the kernels are compiled.
+"""
+
+import tilelang.language as T
+import torch
+
+from common import Problem, Switches, Target, Tile, empty, empty_like
+
+from .blocks import LOG2_E, claim, rows_of, shape_of, tile_range, visible, walk
+from .budget import dq_tile
+from .launch import (
+    ROW_PADDING,
+    Launch,
+    asynchronous,
+    band,
+    constants,
+    heads_in_l2,
+    in_memory,
+    padded_len,
+    ready,
+    settle,
+)
+
+
+def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS):
+    """The kernel that computes stats. LAYOUTS: of do, o."""
+    batch, heads_q = T.dynamic("batch"), T.dynamic("heads_q")
+    len_q, rows = T.dynamic("len_q"), T.dynamic("rows")
+    INF = T.infinity("float32")
+    BLOCK_M = ROW_PADDING // 2
+
+    @T.prim_func
+    def prepare_kernel(
+        DO: T.Tensor(shape_of(LAYOUTS[0], batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        OUT: T.Tensor(shape_of(LAYOUTS[1], batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        LSE: T.Tensor((batch, heads_q, len_q), "float32"),
+        DLSE: T.Tensor((batch, heads_q, len_q), "float32"),
+        STATS: T.Tensor((batch, heads_q, 2, rows), "float32"),
+    ):
+        with T.Kernel(T.truncdiv(rows, BLOCK_M) * batch * heads_q, threads=128) as program:
+            do = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
+            o = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
+            product = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
+            delta = T.alloc_fragment([BLOCK_M], "float32")
+            b, h, row_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            tile, head = claim(program, T.truncdiv(rows, BLOCK_M), batch * heads_q, 1, False, False)
+            b = T.truncdiv(head, heads_q)
+            h = T.truncmod(head, heads_q)
+            row_begin = tile * BLOCK_M
+
+            T.copy(rows_of(DO, LAYOUTS[0], b, h, row_begin, BLOCK_M, BLOCK_D), do)
+            T.copy(rows_of(OUT, LAYOUTS[1], b, h, row_begin, BLOCK_M, BLOCK_D), o)
+            for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                product[i, d] = T.cast(do[i, d], "float32") * T.cast(o[i, d], "float32")
+            T.reduce_sum(product, delta, dim=1)
+            for i in T.Parallel(BLOCK_M):
+                inside = T.min(row_begin + i, len_q - 1)
+                lse = LSE[b, h, inside]
+                dlse = DLSE[b, h, inside] if HAS_DLSE else 0.0
+                # A row that saw no key: exp(S - inf) makes its P zero, and no gradient flows, whatever dlse is.
+                unseen = T.Or(row_begin + i >= len_q, lse == -INF)
+                STATS[b, h, 0, row_begin + i] = T.if_then_else(unseen, INF, lse * LOG2_E if EXP2 else lse)
+                STATS[b, h, 1, row_begin + i] = T.if_then_else(unseen, 0.0, delta[i] - dlse)
+
+    return prepare_kernel
+
+
+def dkdv_program(
+    HEAD_DIM, BLOCK_D, DTYPE, HAS_LOW, HAS_HIGH, SKIP, EXP2, EDGES, ORDER, ASYNC, BLOCK_M, BLOCK_N, THREADS, STAGES,
+    LAYOUTS, GROUPED,
+):  # fmt: skip
+    """The kernel of dk and dv. LAYOUTS: of do, q, k, v, dk, dv. GROUPED: several query heads share a key head."""
+    batch, heads_q, heads_kv = T.dynamic("batch"), T.dynamic("heads_q"), T.dynamic("heads_kv")
+    len_q, len_k, rows = T.dynamic("len_q"), T.dynamic("len_k"), T.dynamic("rows")
+    exp = T.exp2 if EXP2 else T.exp
+    # A key past the end has a row of Pᵀ and dSᵀ to itself, and none of dk and dv: nothing to compare without a band.
+    MASKED = HAS_LOW or HAS_HIGH or not EDGES
+
+    @T.prim_func
+    def dkdv_kernel(
+        DO: T.Tensor(shape_of(LAYOUTS[0], batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        Q: T.Tensor(shape_of(LAYOUTS[1], batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        K: T.Tensor(shape_of(LAYOUTS[2], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
+        V: T.Tensor(shape_of(LAYOUTS[3], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
+        STATS: T.Tensor((batch, heads_q, 2, rows), "float32"),
+        DK: T.Tensor(shape_of(LAYOUTS[4], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
+        DV: T.Tensor(shape_of(LAYOUTS[5], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
+        section: T.int32,
+        low: T.int32,
+        high: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(T.truncdiv(len_k + BLOCK_N - 1, BLOCK_N) * batch * heads_kv, threads=THREADS) as program:
+            s_k = T.alloc_shared([BLOCK_N, BLOCK_D], DTYPE)
+            s_v = T.alloc_shared([BLOCK_N, BLOCK_D], DTYPE)
+            s_q = T.alloc_shared([BLOCK_M, BLOCK_D], DTYPE)
+            s_do = T.alloc_shared([BLOCK_M, BLOCK_D], DTYPE)
+            s_stats = T.alloc_shared([2, BLOCK_M], "float32")
+            p_t = T.alloc_fragment([BLOCK_N, BLOCK_M], "float32")
+            dp_t = T.alloc_fragment([BLOCK_N, BLOCK_M], "float32")
+            p_t_cast = T.alloc_fragment([BLOCK_N, BLOCK_M], DTYPE)
+            ds_t_cast = T.alloc_fragment([BLOCK_N, BLOCK_M], DTYPE)
+            dk = T.alloc_fragment([BLOCK_N, BLOCK_D], "float32")
+            dv = T.alloc_fragment([BLOCK_N, BLOCK_D], "float32")
+
+            b, h_kv, key_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            key_tiles = T.truncdiv(len_k + BLOCK_N - 1, BLOCK_N)
+            tile, head = claim(program, key_tiles, batch * heads_kv, section, False, ORDER)
+            b = T.truncdiv(head, heads_kv)
+            h_kv = T.truncmod(head, heads_kv)
+            key_begin = tile * BLOCK_N
+            key_last = T.min(key_begin + BLOCK_N, len_k) - 1
+            # A key is seen by the queries of the transposed band.
+            begin, full_begin, full_end, end = tile_range(
+                key_begin, key_last, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP, EDGES
+            )
+            tiles = end - begin
+            group = T.truncdiv(heads_q, heads_kv)
+            factor = scale * LOG2_E if EXP2 else scale
+
+            T.copy(rows_of(K, LAYOUTS[2], b, h_kv, key_begin, BLOCK_N, BLOCK_D), s_k)
+            T.copy(rows_of(V, LAYOUTS[3], b, h_kv, key_begin, BLOCK_N, BLOCK_D), s_v)
+            T.fill(dk, 0)
+            T.fill(dv, 0)
+            # The heads of a group follow one another in one walk, so that the pipeline fills once.
+            for t in walk(tiles * group if GROUPED else tiles, STAGES, 3, 12 if MASKED else 11, ASYNC):
+                h = h_kv * group + T.truncdiv(t, tiles) if GROUPED else h_kv
+                m = begin + T.truncmod(t, tiles) if GROUPED else begin + t
+                T.copy(rows_of(Q, LAYOUTS[1], b, h, m * BLOCK_M, BLOCK_M, BLOCK_D), s_q)
+                T.copy(rows_of(DO, LAYOUTS[0], b, h, m * BLOCK_M, BLOCK_M, BLOCK_D), s_do)
+                T.copy(STATS[b, h, 0:2, m * BLOCK_M : (m + 1) * BLOCK_M], s_stats)
+                T.gemm(s_k, s_q, p_t, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(s_v, s_do, dp_t, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                for j, i in T.Parallel(BLOCK_N, BLOCK_M):
+                    p_t[j, i] = exp(p_t[j, i] * factor - s_stats[0, i])
+                if MASKED:  # noqa: SIM102 (this one is decided now, the next by the kernel)
+                    if T.Or(m < full_begin, m >= full_end):
+                        for j, i in T.Parallel(BLOCK_N, BLOCK_M):
+                            seen = visible(m * BLOCK_M + i, key_begin + j, len_k, low, high, HAS_LOW, HAS_HIGH)
+                            p_t[j, i] = T.if_then_else(seen, p_t[j, i], 0.0)
+                T.copy(p_t, p_t_cast)
+                T.gemm(p_t_cast, s_do, dv, policy=T.GemmWarpPolicy.FullRow)
+                for j, i in T.Parallel(BLOCK_N, BLOCK_M):
+                    dp_t[j, i] = p_t[j, i] * (dp_t[j, i] - s_stats[1, i])
+                T.copy(dp_t, ds_t_cast)
+                T.gemm(ds_t_cast, s_q, dk, policy=T.GemmWarpPolicy.FullRow)
+
+            for j, d in T.Parallel(BLOCK_N, BLOCK_D):
+                dk[j, d] *= scale
+            T.copy(dk, s_k)
+            T.copy(dv, s_v)
+            T.copy(s_k, rows_of(DK, LAYOUTS[4], b, h_kv, key_begin, BLOCK_N, BLOCK_D))
+            T.copy(s_v, rows_of(DV, LAYOUTS[5], b, h_kv, key_begin, BLOCK_N, BLOCK_D))
+
+    return dkdv_kernel
+
+
+def dq_program(
+    HEAD_DIM, BLOCK_D, DTYPE, HAS_LOW, HAS_HIGH, SKIP, EXP2, EDGES, ORDER, ASYNC, BLOCK_M, BLOCK_N, THREADS, STAGES,
+    LAYOUTS,
+):  # fmt: skip
+    """The kernel of dq. LAYOUTS: of do, q, k, v, dq."""
+    batch, heads_q, heads_kv = T.dynamic("batch"), T.dynamic("heads_q"), T.dynamic("heads_kv")
+    len_q, len_k, rows = T.dynamic("len_q"), T.dynamic("len_k"), T.dynamic("rows")
+    exp = T.exp2 if EXP2 else T.exp
+
+    @T.prim_func
+    def dq_kernel(
+        DO: T.Tensor(shape_of(LAYOUTS[0], batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        Q: T.Tensor(shape_of(LAYOUTS[1], batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        K: T.Tensor(shape_of(LAYOUTS[2], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
+        V: T.Tensor(shape_of(LAYOUTS[3], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
+        STATS: T.Tensor((batch, heads_q, 2, rows), "float32"),
+        DQ: T.Tensor(shape_of(LAYOUTS[4], batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        section: T.int32,
+        low: T.int32,
+        high: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(T.truncdiv(len_q + BLOCK_M - 1, BLOCK_M) * batch * heads_q, threads=THREADS) as program:
+            s_q = T.alloc_shared([BLOCK_M, BLOCK_D], DTYPE)
+            s_do = T.alloc_shared([BLOCK_M, BLOCK_D], DTYPE)
+            s_k = T.alloc_shared([BLOCK_N, BLOCK_D], DTYPE)
+            s_v = T.alloc_shared([BLOCK_N, BLOCK_D], DTYPE)
+            p = T.alloc_fragment([BLOCK_M, BLOCK_N], "float32")
+            dp = T.alloc_fragment([BLOCK_M, BLOCK_N], "float32")
+            ds_cast = T.alloc_fragment([BLOCK_M, BLOCK_N], DTYPE)
+            dq = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
+            shift = T.alloc_fragment([BLOCK_M], "float32")
+            delta = T.alloc_fragment([BLOCK_M], "float32")
+
+            b, h, row_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            query_tiles = T.truncdiv(len_q + BLOCK_M - 1, BLOCK_M)
+            tile, head = claim(program, query_tiles, batch * heads_q, section, HAS_HIGH, ORDER)
+            b = T.truncdiv(head, heads_q)
+            h = T.truncmod(head, heads_q)
+            row_begin = tile * BLOCK_M
+            h_kv = T.truncdiv(h, T.truncdiv(heads_q, heads_kv))
+            row_last = T.min(row_begin + BLOCK_M, len_q) - 1
+            begin, full_begin, full_end, end = tile_range(
+                row_begin, row_last, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
+            )
+            factor = scale * LOG2_E if EXP2 else scale
+
+            T.copy(rows_of(Q, LAYOUTS[1], b, h, row_begin, BLOCK_M, BLOCK_D), s_q)
+            T.copy(rows_of(DO, LAYOUTS[0], b, h, row_begin, BLOCK_M, BLOCK_D), s_do)
+            for i in T.Parallel(BLOCK_M):
+                shift[i] = STATS[b, h, 0, T.min(row_begin + i, rows - 1)]
+                delta[i] = STATS[b, h, 1, T.min(row_begin + i, rows - 1)]
+            T.fill(dq, 0)
+            for t in walk(end - begin, STAGES, 2, 9, ASYNC):
+                k = begin + t
+                T.copy(rows_of(K, LAYOUTS[2], b, h_kv, k * BLOCK_N, BLOCK_N, BLOCK_D), s_k)
+                T.copy(rows_of(V, LAYOUTS[3], b, h_kv, k * BLOCK_N, BLOCK_N, BLOCK_D), s_v)
+                T.gemm(s_q, s_k, p, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(s_do, s_v, dp, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                    p[i, j] = exp(p[i, j] * factor - shift[i])
+                # A key past the end scores 0, and exp(0 - lse) may be infinite.
+                if T.Or(k < full_begin, k >= full_end):
+                    for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                        seen = visible(row_begin + i, k * BLOCK_N + j, len_k, low, high, HAS_LOW, HAS_HIGH)
+                        p[i, j] = T.if_then_else(seen, p[i, j], 0.0)
+                for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                    dp[i, j] = p[i, j] * (dp[i, j] - delta[i])
+                T.copy(dp, ds_cast)
+                T.gemm(ds_cast, s_k, dq, policy=T.GemmWarpPolicy.FullRow)
+
+            for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                dq[i, d] *= scale
+            T.copy(dq, s_q)
+            T.copy(s_q, rows_of(DQ, LAYOUTS[4], b, h, row_begin, BLOCK_M, BLOCK_D))
+
+    return dq_kernel
+
+
+def plan_backward(
+    problem: Problem, target: Target, tile: Tile, switches: Switches, layouts: tuple[str, ...]
+) -> tuple[Launch, ...]:
+    """The launches prepare, dkdv and dq for tensors do, q, k, v, o in those layouts; `dlse` after them if it is given.
+
+    dq, dk and dv lie as q, k and v do.
+    """
+    do, q, k, v, o, *dlse = layouts
+    prepare = Launch(
+        prepare_program,
+        constants=(*constants(problem, target, tile, switches, 0, ())[:3], switches.exp2, bool(dlse), (do, o)),
+        scalars=(),
+        asynchronous=False,
+    )
+    numbers = (*band(problem), problem.scale)
+    dkdv = Launch(
+        dkdv_program,
+        constants=(
+            *constants(problem, target, tile, switches, tile.block_n, (do, q, k, v, k, v)),
+            problem.group > 1,
+        ),
+        scalars=(heads_in_l2(problem), *numbers),
+        asynchronous=asynchronous(target, tile, tile.block_n),
+    )
+    queries_tile = dq_tile(tile)
+    queries = Launch(
+        dq_program,
+        constants=constants(problem, target, queries_tile, switches, queries_tile.block_m, (do, q, k, v, q)),
+        scalars=(heads_in_l2(problem) * problem.group, *numbers),
+        asynchronous=asynchronous(target, queries_tile, queries_tile.block_m),
+    )
+    return prepare, dkdv, queries
+
+
+def backward(
+    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`dq, dk, dv`, laid out as q, k, v are."""
+    (do, do_layout), (o, o_layout) = settle(do), settle(o)
+    (q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
+    layouts: tuple[str, ...] = do_layout, q_layout, k_layout, v_layout, o_layout
+    if dlse is not None:
+        layouts += ("dlse",)
+    prepare, dkdv, queries = ready(plan_backward, problem, target, tile, switches, layouts, q.device)
+    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+    stats_shape = (problem.batch, problem.heads_q, 2, padded_len(problem))
+    stats = empty(stats_shape, dtype=torch.float32, device=q.device)
+    inputs = (in_memory(do, do_layout), in_memory(q, q_layout), in_memory(k, k_layout), in_memory(v, v_layout), stats)
+    prepare(inputs[0], in_memory(o, o_layout), lse, lse if dlse is None else dlse, stats)
+    dkdv(*inputs, in_memory(dk, k_layout), in_memory(dv, v_layout))
+    queries(*inputs, in_memory(dq, q_layout))
+    return dq, dk, dv

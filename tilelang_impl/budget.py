@@ -1,0 +1,85 @@
+"""The shared memory a tile needs, as arithmetic, before anything is compiled.
+
+What the kernels keep there, read off their builds (the tests hold the arithmetic to them):
+
+- the tile a program owns: Q forward; Q and dO in the dq kernel; K and V in the dkdv kernel; results are stored
+  through the same place;
+- the tiles it walks over, `stages` buffers of each; in the dkdv kernel also the rows' shift and delta;
+- for TMA, the barriers that count the copies in: 1,024 bytes as the compiler aligns them.
+
+Scores never go through shared memory: a warp holds whole rows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from common import Direction, Problem, Target, Tile, Unsupported
+
+from .launch import asynchronous, block_d
+
+BARRIER_BYTES = 1024
+
+
+def shared_memory(problem: Problem, target: Target, direction: Direction, tile: Tile) -> dict[str, Mapping[str, int]]:
+    """Bytes a block for each kernel of the direction, by what they hold: `{kernel: {part: bytes}}`."""
+    if direction == "forward":
+        return {"forward_kernel": _walk(problem, target, tile, tile.block_m, tile.block_n, ("Q",), ("K", "V"))}
+    dkdv = _walk(problem, target, tile, tile.block_n, tile.block_m, ("K", "V"), ("Q", "dO"))
+    dkdv["shift, delta"] = 2 * 4 * tile.block_m * tile.stages
+    dq = dq_tile(tile)
+    return {
+        "dkdv_kernel": dkdv,
+        "dq_kernel": _walk(problem, target, dq, dq.block_m, dq.block_n, ("Q", "dO"), ("K", "V")),
+    }
+
+
+def dq_tile(tile: Tile) -> Tile:
+    """The tile of the dq kernel: its own extras of a backward tile, by default those of the dkdv kernel.
+
+    By default the sides are exchanged, since it owns the queries where the other owns the keys.
+    """
+    return Tile(
+        tile.get("dq_block_m", tile.block_n),
+        tile.get("dq_block_n", tile.block_m),
+        tile.get("dq_warps", tile.warps),
+        tile.get("dq_stages", tile.stages),
+    )
+
+
+def _walk(
+    problem: Problem,
+    target: Target,
+    tile: Tile,
+    owned_rows: int,
+    walked_rows: int,
+    owned: tuple[str, ...],
+    walked: tuple[str, ...],
+) -> dict[str, int]:
+    row = block_d(problem) * problem.dtype.itemsize
+    parts = dict.fromkeys(owned, owned_rows * row)
+    parts |= dict.fromkeys(walked, walked_rows * row * tile.stages)
+    if asynchronous(target, tile, owned_rows):
+        parts["barriers"] = BARRIER_BYTES
+    return parts
+
+
+def refusal(problem: Problem, target: Target, direction: Direction, tile: Tile) -> str | None:
+    """Why the tile does not fit the target, with the arithmetic, or None when it does."""
+    for kernel, parts in shared_memory(problem, target, direction, tile).items():
+        total = sum(parts.values())
+        if total > target.smem_per_block:
+            sums = " + ".join(f"{name} {size}" for name, size in parts.items())
+            shape = dq_tile(tile) if kernel == "dq_kernel" else tile
+            return (
+                f"{kernel}: block {shape.block_m}x{shape.block_n}, D={problem.head_dim}, {shape.stages} stages needs "
+                f"{sums} = {total} B of shared memory; {target.sm} gives {target.smem_per_block} B"
+            )
+    return None
+
+
+def check(problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+    """Raises Unsupported with the arithmetic when the tile does not fit the target."""
+    reason = refusal(problem, target, direction, tile)
+    if reason is not None:
+        raise Unsupported(reason)

@@ -1,0 +1,181 @@
+"""From a problem to a compiled kernel that is called with tensors: layouts, constants, and the cache of kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import tilelang
+import torch
+from tilelang import PassConfigKey
+
+from common import DTYPE_NAMES, Problem, Switches, Target, Tile
+
+# Bytes of keys and values that the programs running at one time may share: the smallest L2 of the targets' cards
+# (48 MB), less what the queries and outputs stream through it.
+L2_BYTES = 32 * 2**20
+
+# Rows of delta and shift are padded to a multiple of this, so that no tile of queries reaches past their end and every
+# one of them starts on 16 bytes, as TMA asks.
+ROW_PADDING = 128
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: the function that writes it, its compile-time constants, and its scalar arguments.
+
+    The tensors it works on come before the scalars when it is called. asynchronous: it is compiled to TMA and wgmma.
+    """
+
+    program: Callable[..., Any]
+    constants: tuple[Any, ...]
+    scalars: tuple[float, ...]
+    asynchronous: bool
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.program.__name__.replace("program", "kernel")
+
+    @property
+    def pass_configs(self) -> dict[str, Any]:
+        """The compiler's options."""
+        options: dict[str, Any] = {PassConfigKey.TL_ENABLE_FAST_MATH.value: True}
+        if not self.asynchronous:
+            options[PassConfigKey.TL_DISABLE_WARP_SPECIALIZED.value] = True
+            options[PassConfigKey.TL_DISABLE_WGMMA.value] = True
+            options[PassConfigKey.TL_DISABLE_TMA_LOWER.value] = True
+        return options
+
+    def function(self, sm: str) -> Callable[..., None]:
+        """The compiled kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
+        return _compiled(self.program, self.constants, sm, tuple(self.pass_configs.items()))
+
+
+@cache
+def _compiled(
+    program: Callable[..., Any], constants: tuple[Any, ...], sm: str, options: tuple[tuple[str, Any], ...]
+) -> Callable[..., None]:
+    with warnings.catch_warnings():
+        # The option that keeps copies off TMA is announced to go; the version of TileLang that is pinned has it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        kernel = tilelang.compile(
+            program(*constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
+            pass_configs=dict(options),
+        )  # fmt: skip
+    # The kernel object would look at every argument in Python once more; what it calls in the end is this.
+    executable = kernel.adapter.get_exportable_executable()
+    module = executable.jit() if hasattr(executable, "jit") else executable
+    return module.main
+
+
+@lru_cache(maxsize=4096)
+def ready(
+    plan: Callable[..., tuple[Launch, ...]],
+    problem: Problem,
+    target: Target,
+    tile: Tile,
+    switches: Switches,
+    layouts: Any,
+    device: torch.device,
+) -> tuple[Callable[..., None], ...]:
+    """The compiled kernels of a plan for a device, which take the tensors only.
+
+    A target that is not the device's own keeps its instructions and is assembled for the device.
+    """
+    sm = Target.detect(device).sm
+    launches = plan(problem, target, tile, switches, layouts)
+    return tuple(_bind(launch.function(sm), launch.scalars) for launch in launches)
+
+
+def _bind(function: Callable[..., None], scalars: tuple[float, ...]) -> Callable[..., None]:
+    def call(*tensors: torch.Tensor) -> None:
+        function(*tensors, *scalars)
+
+    return call
+
+
+def constants(
+    problem: Problem, target: Target, tile: Tile, switches: Switches, owned_rows: int, layouts: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """The compile-time constants of a kernel with a walk, in the order of its program's parameters."""
+    return (
+        problem.head_dim,
+        block_d(problem),
+        _DTYPES[problem.dtype],
+        problem.mask.left is not None,
+        problem.mask.right is not None,
+        switches.skip,
+        switches.exp2,
+        switches.edges,
+        switches.order,
+        asynchronous(target, tile, owned_rows),
+        tile.block_m,
+        tile.block_n,
+        tile.warps * 32,
+        tile.stages,
+        layouts,
+    )
+
+
+def asynchronous(target: Target, tile: Tile, owned_rows: int) -> bool:
+    """Whether a kernel uses TMA and wgmma: on Hopper, with a pipeline and whole warpgroups of 64 rows or more.
+
+    Smaller tiles, such as the naive rung's, run on the instructions of the Ada path everywhere; so does everything on
+    the Blackwells, whose own matrix instruction (sm_100) accumulates in a memory that these kernels do not use.
+    """
+    whole_warpgroups = tile.warps % 4 == 0 and owned_rows % (tile.warps * 16) == 0
+    return target.instruction == "wgmma" and tile.stages > 1 and whole_warpgroups
+
+
+def block_d(problem: Problem) -> int:
+    """The head dimension as tiles hold it, the rest zeros: a multiple of 32, the width of a swizzled row, or 16."""
+    return 16 if problem.head_dim == 16 else (problem.head_dim + 31) // 32 * 32
+
+
+def band(problem: Problem) -> tuple[int, int]:
+    """The band of `Mask.band`, 0 for an open side."""
+    low, high = problem.mask.band(problem.len_q, problem.len_k)
+    return low or 0, high or 0
+
+
+def heads_in_l2(problem: Problem) -> int:
+    """How many of the problem's key heads fit in L2 together with their values; at least one."""
+    head_bytes = 2 * problem.len_k * problem.head_dim * problem.dtype.itemsize
+    return min(max(1, L2_BYTES // head_bytes), problem.batch * problem.heads_kv)
+
+
+def padded_len(problem: Problem) -> int:
+    """The rows of delta and shift."""
+    return (problem.len_q + ROW_PADDING - 1) // ROW_PADDING * ROW_PADDING
+
+
+def settle(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """A `(B, H, N, D)` tensor and how it lies in memory: `bhnd` or `bnhd`, packed; a copy where it is neither.
+
+    Under strides known at run time only, TileLang 0.1.13 copies element by element; a packed layout keeps 16-byte
+    copies. Those need the tensor to start on 16 bytes.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()  # a tensor that autograd watches cannot be handed over
+    if tensor.data_ptr() % 16 == 0:
+        if tensor.is_contiguous():
+            return tensor, "bhnd"
+        if tensor.transpose(1, 2).is_contiguous():
+            return tensor, "bnhd"
+    return tensor.clone(memory_format=torch.contiguous_format), "bhnd"
+
+
+def in_memory(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The tensor with its dimensions in the order of its layout."""
+    return tensor if layout == "bhnd" else tensor.transpose(1, 2)
+
+
+def describe(problem: Problem) -> str:
+    """The problem's part of a message."""
+    return f"D={problem.head_dim}, {DTYPE_NAMES[problem.dtype]}"

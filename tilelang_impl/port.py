@@ -1,0 +1,123 @@
+"""The TileLang port: what it supports, which tiles it takes, and its three entry points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common.ports import dtype_reason
+
+from . import budget
+from .backward import backward
+from .build import build
+from .forward import forward
+from .launch import ROW_PADDING
+
+
+class TilelangPort(Port):
+    """FlashAttention-2 in TileLang: fp16 and bf16, every target, on CUDA devices.
+
+    Packed `(B, H, N, D)` and `(B, N, H, D)` tensors are taken as they are; others are copied once.
+    """
+
+    name: ClassVar[str] = "tilelang"
+
+    def unsupported(self, problem: Problem, target: Target) -> str | None:
+        return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
+
+    def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+        swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
+        candidates = dict.fromkeys([*swept, *_candidates(problem, target, direction)])
+        return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
+
+    def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+        if direction == "forward":
+            kernels = [(tile.block_m, tile.block_n, tile)]
+        else:
+            dq = budget.dq_tile(tile)
+            kernels = [(tile.block_n, tile.block_m, tile), (dq.block_m, dq.block_n, dq)]
+            if ROW_PADDING % tile.block_m:
+                raise Unsupported(f"backward tiles need a block_m that divides {ROW_PADDING}, got tile {tile}")
+        for owned_rows, walked_rows, part in kernels:
+            if owned_rows % (16 * part.warps) or walked_rows % 16:
+                raise Unsupported(
+                    f"a warp holds whole rows of scores, 16 at a time: the side a block owns must be a multiple of "
+                    f"16 rows for each warp and the other one of 16, got tile {tile}"
+                )
+        budget.check(problem, target, direction, tile)
+
+    def build(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+    ) -> list[Build]:
+        switches = switches or Switches()
+        reason = self.unsupported(problem, target)
+        if reason is not None:
+            raise Unsupported(reason)
+        tile = self.choose_tile(problem, target, direction, tile, switches)
+        return build(problem, target, direction, tile, switches)
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check_device(q.device)
+        return forward(q, k, v, problem, target, tile, switches)
+
+    def _backward(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _check_device(q.device)
+        # Bitwise repeatable, whether or not it was asked to be.
+        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unsupported(f"TileLang compiles for CUDA devices, the tensors are on {device}")
+
+
+def _candidates(problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+    """Tiles to try where none was swept: the largest that registers hold first, down to what fits anywhere."""
+    wide = problem.head_dim > 128
+    if target.instruction == "wgmma":
+        if direction == "forward":
+            return [Tile(128, 64 if wide else 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 1, 1)]
+        narrow = Tile(32, 64, 4, 2, _dq(64, 32, 4, 2))
+        shapes = [] if wide else [Tile(64, 128, 8, 2, _dq(128, 64, 8, 2))]
+        return [*shapes, Tile(64, 64, 4, 2, _dq(64, 64, 4, 2)), narrow, Tile(16, 16, 1, 1)]
+    if direction == "forward":
+        shapes = [Tile(64, 32, 4, 2)] if wide else [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)]
+        return [*shapes, Tile(64, 32, 4, 1), Tile(16, 16, 1, 1)]
+    shapes = [] if wide else [Tile(64, 64, 4, 2, _dq(64, 64, 4, 2))]
+    return [*shapes, Tile(32, 64, 4, 2, _dq(64, 32, 4, 2)), Tile(16, 64, 4, 1, _dq(64, 16, 4, 1)), Tile(16, 16, 1, 1)]
+
+
+def _dq(block_m: int, block_n: int, warps: int, stages: int) -> tuple[tuple[str, int], ...]:
+    return ("dq_block_m", block_m), ("dq_block_n", block_n), ("dq_stages", stages), ("dq_warps", warps)
