@@ -412,6 +412,13 @@ def _timing_table(session: Session, port: Port, direction: Direction, results: l
                 f"{result.case.id} {result.case.problem.id}: {result.timing.throttled} of "
                 f"{len(result.timing.rounds)} rounds throttled ({', '.join(reasons)})"
             )
+        if result.timing is not None:
+            table.notes += [
+                f"{result.case.id} {result.case.problem.id}: {late} of {len(result.timing.rounds)} samples of {name} "
+                "may hold host time"
+                for name in result.timing.rounds[0].ms
+                if (late := result.timing.late(name))
+            ]
         if result.baseline is not None and result.baseline.verdict != "pass":
             why = result.baseline.reason or "; ".join(result.baseline.complaints())
             table.notes.append(f"{result.case.id} {result.case.problem.id}: {theirs} not timed: {why}")
