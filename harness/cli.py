@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import UsageError
-from .options import Directions, Format
+from .options import LIMIT_S, Directions, Format
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -34,6 +34,21 @@ app = typer.Typer(
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON lines to FILE.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables.")]
+ImplOption = Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="The ports: triton, tilelang, cute, reference.")]
+SuiteOption = Annotated[
+    str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
+]
+DirectionOption = Annotated[Directions, typer.Option(help="Which direction.")]
+TargetOption = Annotated[str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")]
+OnlyOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")]
+SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")]
+LimitOption = Annotated[
+    float, typer.Option("--time-limit", min=1, metavar="S", help="Seconds that one check or row of timings may take.")
+]
+IsolateOption = Annotated[
+    bool,
+    typer.Option("--isolate/--no-isolate", help="Launch kernels in a process apart, or in this one, for debuggers."),
+]
 
 
 @app.callback()
@@ -44,25 +59,24 @@ def _harness() -> None:
 
 @app.command("run", short_help="Check ports, then time them beside SDPA.")
 def run_command(
-    impl: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="The ports: triton, tilelang, cute, reference.")],
-    suite: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
-    ] = "quick",
-    direction: Annotated[Directions, typer.Option(help="Which direction.")] = Directions.BOTH,
-    target: Annotated[
-        str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")
-    ] = "native",
-    only: Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")] = 0,
+    impl: ImplOption,
+    suite: SuiteOption = "quick",
+    direction: DirectionOption = Directions.BOTH,
+    target: TargetOption = "native",
+    only: OnlyOption = None,
+    seed: SeedOption = 0,
     rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")] = 40,
     timing: Annotated[bool, typer.Option("--timing/--no-timing", help="Time what passed, on a GPU.")] = True,
+    time_limit: LimitOption = LIMIT_S,
+    isolate: IsolateOption = True,
     json: JsonOption = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Check ports against a float64 oracle, then time them beside PyTorch's SDPA.
 
     Every problem of the suite is checked, forward and backward. On a GPU what passed is then timed by turns with the
-    forced flash backend of SDPA. Without a GPU, Triton's interpreter checks the suite on smaller sizes.
+    forced flash backend of SDPA. Without a GPU, Triton's interpreter checks the suite on smaller sizes. Kernels are
+    launched in a process apart, so that one that faults, hangs or spoils the device costs its own cell.
 
     Exit status: 0 all good, 1 a check failed, 2 wrong usage or something asked for could not run.
 
@@ -73,10 +87,10 @@ def run_command(
       harness run --impl triton --suite walkthrough --target ada --json walkthrough.jsonl
     """
     here = _prepare()
-    from .run import Request, run
+    from .run import RunRequest, run
 
-    request = Request(
-        impls=tuple(dict.fromkeys(name.strip() for name in impl.split(","))),
+    request = RunRequest(
+        impls=_names(impl),
         suite=suite,
         directions=direction,
         target=target,
@@ -84,10 +98,16 @@ def run_command(
         seed=seed,
         rounds=rounds,
         timed=timing,
+        limit_s=time_limit,
+        isolated=isolate,
         json=json,
         form=form,
     )
     raise typer.Exit(_piped(lambda: run(request, here)))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 @app.command("doctor", short_help="What is installed and what can run here.")

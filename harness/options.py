@@ -1,8 +1,10 @@
-"""The words that options take, apart from PyTorch so that `--help` need not import it."""
+"""The words and defaults of options, apart from PyTorch so that `--help` need not import it."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+LIMIT_S = 300.0  # of one check or one row of timings; TileLang's compiler alone takes up to a minute a kernel
 
 
 class Directions(StrEnum):

@@ -15,7 +15,7 @@ from typing import Any
 
 import common
 
-from .baselines import SDPA_FLASH
+from .baselines import BASELINES
 from .environment import path_title
 from .errors import UsageError
 from .provenance import ROOT, folder_hash
@@ -24,7 +24,6 @@ from .tables import Table, as_markdown, problem_cells
 from .timing import FLOP_CONVENTION, Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
-BASELINES = {baseline.name: baseline.title for baseline in (SDPA_FLASH,)}
 _BLOCK = re.compile(r"(<!-- records: (\S+) -->\n).*?(<!-- /records -->)", re.DOTALL)
 
 
@@ -56,7 +55,7 @@ def _path(record: dict[str, Any]) -> str:
 
 def _table(port: str, direction: str, path: str, records: list[dict[str, Any]]) -> Table:
     baseline = next((name for name in records[0]["host_us"] if name != port), None)
-    theirs = BASELINES.get(baseline or "", baseline or "–")
+    theirs = BASELINES[baseline].title if baseline in BASELINES else baseline or "–"
     table = Table(
         f"{port} {direction}, {path}",
         ("B,H,D", "dtype", "N", "mask", f"{port} ms", f"{theirs} ms", f"{port} TF/s", f"{theirs} TF/s",

@@ -17,7 +17,7 @@ import torch
 
 import common
 from common import Problem
-from harness import run as run_module
+from harness import jobs
 from harness.baselines import SDPA_FLASH
 from harness.cli import main
 from harness.environment import CPU, Environment
@@ -25,7 +25,7 @@ from harness.errors import UsageError
 from harness.inputs import InputSpec, make_inputs
 from harness.options import Format
 from harness.records import RecordFile
-from harness.run import Request, run
+from harness.run import RunRequest, run
 from harness.tables import Table, as_csv, as_markdown, as_text
 from reference import oracle_backward, oracle_forward
 
@@ -209,8 +209,9 @@ def fake_port(monkeypatch: pytest.MonkeyPatch) -> FakePort:
     return port
 
 
-def request(**options: object) -> Request:
-    return Request(("triton",), **{"suite": "quick", "only": "scale", **options})  # type: ignore[arg-type]
+def request(impl: str = "triton", **options: object) -> RunRequest:
+    """In this process, where `fake_port` and other changes are seen."""
+    return RunRequest((impl,), **{"only": "scale", "isolated": False, **options})  # type: ignore[arg-type]
 
 
 def test_a_failed_check_is_status_1_and_names_the_element(
@@ -258,7 +259,7 @@ def test_what_passed_is_timed_and_recorded_with_its_samples(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
-    monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
     path = tmp_path / "x.jsonl"
     assert run(request(rounds=5, json=path), CPU) == 0
     out = capsys.readouterr().out
@@ -276,7 +277,7 @@ def test_what_failed_its_check_is_not_timed(
     fake_port.fault = "delta without dlse"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
-    monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
     assert run(request(rounds=5), CPU) == 1
     out = capsys.readouterr().out
     assert "fake forward, the CPU, beside SDPA flash" in out
@@ -347,7 +348,7 @@ def test_tables_come_as_text_markdown_and_csv() -> None:
 
 @pytest.mark.parametrize("form", list(Format))
 def test_every_format_prints_the_checks_and_the_closing_note(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Request(("reference",), only="scale", form=form), CPU) == 0
+    assert run(request("reference", form=form), CPU) == 0
     out = capsys.readouterr().out
     assert "b1-h1-n40-d64-bf16-full-s0.05" in out
     last = out.splitlines()[-1]
@@ -395,8 +396,8 @@ def test_inputs_that_do_not_fit_cost_their_own_case(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13 GiB")
         return make_inputs(problem, *arguments, **options)  # type: ignore[arg-type, return-value]
 
-    monkeypatch.setattr(run_module, "make_inputs", too_large)
-    assert run(Request(("reference",), only="head-dims"), CPU) == 0
+    monkeypatch.setattr(jobs, "make_inputs", too_large)
+    assert run(request("reference", only="head-dims"), CPU) == 0
     out = capsys.readouterr().out
     assert "not checked, the inputs or the oracle raised OutOfMemoryError: CUDA out of memory" in out
     assert "8 pass, 0 fail, 2 unsupported" in out

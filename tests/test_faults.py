@@ -132,7 +132,18 @@ def copy_of_the_packages(folder: Path) -> None:
 def run_harness(folder: Path, only: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     """`harness run` of the quick suite, from that folder: the process, and its records."""
     records = folder / "records.jsonl"
-    command = [sys.executable, "-m", "harness", "run", "--impl", "triton", "--suite", "quick", "--no-timing"]
+    command = [
+        sys.executable,
+        "-m",
+        "harness",
+        "run",
+        "--impl",
+        "triton",
+        "--suite",
+        "quick",
+        "--no-timing",
+        "--no-isolate",
+    ]
     command += ["--json", str(records), "--only", only]
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

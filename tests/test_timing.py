@@ -12,7 +12,8 @@ import torch
 from common import Mask, Problem, Switches, Target
 from harness.environment import Environment
 from harness.inputs import InputSpec
-from harness.run import Request, Result, Session, timing_tables
+from harness.run import Result, Run, RunRequest, timing_tables
+from harness.session import Session
 from harness.suites import Case, Suite
 from harness.timing import (
     ATTEMPTS,
@@ -210,7 +211,7 @@ def test_host_time_leaves_out_the_first_call_and_the_wait() -> None:
     assert (len(calls), len(waits)) == (6, 2)
 
 
-def a_session(timing: Timing | None, baseline_verdict: str = "pass", untimed: str = "") -> Session:
+def a_run(timing: Timing | None, baseline_verdict: str = "pass", untimed: str = "") -> Run:
     problem = Problem(4, 8, 8, 512, 512, 64, mask=Mask.causal())
     case = Case("walk", problem, InputSpec(), "")
     hopper, ada = Target.named("hopper"), Target.named("ada")
@@ -218,16 +219,16 @@ def a_session(timing: Timing | None, baseline_verdict: str = "pass", untimed: st
     check = Check("fake", *about, "pass", seconds=(2.5, 0.01))  # type: ignore[arg-type]
     baseline = Check("sdpa_flash", *about, baseline_verdict, reason="it has no window")  # type: ignore[arg-type]
     card = Environment(torch.device("cuda", 0), hopper, "NVIDIA H200")
-    session = Session(Request(("fake",)), card, Suite("walkthrough", "", True, False, (case,)), ada, [FakePort()])
-    session.results = [Result(case, check, timing, baseline, untimed)]
-    return session
+    request = RunRequest(("fake",))
+    session = Session(request, card, Suite("walkthrough", "", True, False, (case,)), ada, [FakePort()])
+    return Run(request, session, results=[Result(case, check, timing, baseline, untimed)])
 
 
 def test_a_timing_table_names_the_path_the_backend_and_the_convention() -> None:
     late = ("sdpa_flash",)
     ms = {"fake": 0.05, "sdpa_flash": 0.04}
     rounds = tuple(Round(ms, Sensors(throttled=("power cap",)), late) for _ in range(4))
-    (table,) = timing_tables(a_session(Timing(rounds, {"fake": 20.0, "sdpa_flash": 30.0})))
+    (table,) = timing_tables(a_run(Timing(rounds, {"fake": 20.0, "sdpa_flash": 30.0})))
     assert table.title.startswith("fake forward, ada path on NVIDIA H200, beside SDPA flash")
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["N"], row["mask"], row["B,H,D"], row["dtype"]) == ("512", "causal", "4,8,64", "bf16")
@@ -244,7 +245,7 @@ def test_a_timing_table_names_the_path_the_backend_and_the_convention() -> None:
 
 def test_a_baseline_that_cannot_leaves_our_time_alone() -> None:
     rounds = (Round({"fake": 0.05}, Sensors(note="pip install nvidia-ml-py")),)
-    (table,) = timing_tables(a_session(Timing(rounds, {"fake": 20.0}), "unsupported"))
+    (table,) = timing_tables(a_run(Timing(rounds, {"fake": 20.0}), "unsupported"))
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["fake ms"], row["SDPA flash ms"], row["% of SDPA flash"]) == ("0.0500", "–", "–")
     assert any("SDPA flash not timed: it has no window" in note for note in table.notes)
@@ -252,6 +253,6 @@ def test_a_baseline_that_cannot_leaves_our_time_alone() -> None:
 
 
 def test_what_was_not_timed_is_in_no_table() -> None:
-    assert timing_tables(a_session(None)) == []
-    (table,) = timing_tables(a_session(None, untimed="not timed: OutOfMemoryError"))
+    assert timing_tables(a_run(None)) == []
+    (table,) = timing_tables(a_run(None, untimed="not timed: OutOfMemoryError"))
     assert "not timed: OutOfMemoryError" in table.notes[0]
