@@ -106,6 +106,54 @@ def run_command(
     raise typer.Exit(_piped(lambda: run(request, here)))
 
 
+@app.command("matrix", short_help="Check ports beside each other.")
+def matrix_command(
+    impl: Annotated[
+        str | None, typer.Option(metavar="NAME[,NAME…]", help="The ports; default, all of them.", show_default=False)
+    ] = None,
+    suite: SuiteOption = "quick",
+    direction: DirectionOption = Directions.BOTH,
+    target: TargetOption = "native",
+    only: OnlyOption = None,
+    seed: SeedOption = 0,
+    time_limit: LimitOption = LIMIT_S,
+    isolate: IsolateOption = True,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Check every port on every problem, and compare every two ports.
+
+    Three tables: problems by ports, with the verdict and the largest error over the allowed one; ports by ports, with
+    their largest disagreement; and where that is, by tensor. A port that cannot run here is a column that says why.
+
+    Exit status: 0 all good, 1 a check failed, 2 wrong usage, nothing could run, or a port named could not.
+
+    \b
+    Examples:
+      harness matrix --suite hard
+      harness matrix --impl triton,reference --only causal --json matrix.jsonl
+    """
+    here = _prepare()
+    from common import port_names
+
+    from .matrix import matrix
+    from .session import Request
+
+    request = Request(
+        impls=_names(impl) if impl is not None else port_names(),
+        suite=suite,
+        directions=direction,
+        target=target,
+        only=only,
+        seed=seed,
+        limit_s=time_limit,
+        isolated=isolate,
+        json=json,
+        form=form,
+    )
+    raise typer.Exit(_piped(lambda: matrix(request, here, all_asked=impl is not None)))
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 

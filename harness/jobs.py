@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from common import Direction, Port, Problem, Switches, Target, Unsupported
 
 from . import timing
 from .baselines import BASELINES, Baseline
-from .checks import Truth
+from .checks import Place, Truth, by_segment, distance_to, farthest, index_of
 from .environment import Environment
 from .errors import one_line
 from .inputs import Inputs, InputSpec, make_inputs
@@ -99,12 +100,46 @@ def check(setting: Setting, name: str, case: Case, direction: Direction) -> Chec
     """The verdict on a contestant, case and direction."""
     try:
         stand = Stand.of(setting, case)
-        stand.truth.prepare(direction)
+        stand.truth.of(direction)
     except Exception as error:  # a card that is too small, say
         verdict: Verdict = "unsupported" if isinstance(error, torch.OutOfMemoryError) else "fail"
         reason = f"not checked, the inputs or the oracle raised {one_line(error)}"
         return Check(name, case.problem, direction, setting.target, None, Switches(), verdict, reason=reason)
     return stand.trial(name).check(direction)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Two ports' tensors of one name where they are furthest apart, in PyTorch's error (`Yardstick.unit`).
+
+    index: `(b, h, row[, column])`, None of a tensor without elements. values: what the two have there.
+    """
+
+    tensor: str
+    ports: tuple[str, str]
+    units: float
+    difference: float
+    index: Place | None
+    values: tuple[float, float]
+
+
+def disagreements(setting: Setting, names: Sequence[str], case: Case, direction: Direction) -> list[Disagreement]:
+    """How far the results of each two contestants are apart, each launched once more."""
+    stand = Stand.of(setting, case)
+    results = {name: stand.trial(name).outputs(direction) for name in names}
+    found = []
+    for a, b in combinations(names, 2):
+        for (tensor, yardstick), x, y in zip(stand.truth.of(direction).items(), results[a], results[b], strict=True):
+            distance = distance_to(x, y.double())
+            if not distance.numel():
+                found.append(Disagreement(tensor, (a, b), 0.0, 0.0, None, (0.0, 0.0)))
+                continue
+            errors = by_segment(tensor, distance)
+            segment, element = farthest(distance, errors, yardstick.unit)
+            difference = float(errors[segment])
+            units, values = difference / float(yardstick.unit[segment]), (float(x[element]), float(y[element]))
+            found.append(Disagreement(tensor, (a, b), units, difference, index_of(tensor, element), values))
+    return found
 
 
 def time_row(

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from common import DTYPE_NAMES, Mask, Problem, Switches, Tile
+from common import DTYPE_NAMES, Mask, Problem, Switches, Target, Tile
 
 from .errors import UsageError
 from .inputs import InputSpec
+from .jobs import Disagreement
 from .timing import Timing
 from .trial import Check
 
@@ -126,6 +127,34 @@ def tile_fields(tile: Tile | None) -> dict[str, Any] | None:
 def switches_fields(switches: Switches) -> dict[str, bool]:
     """The switches, fit for JSON."""
     return asdict(switches)
+
+
+def disagreement_record(
+    apart: Disagreement,
+    problem: Problem,
+    target: Target,
+    *,
+    suite: str,
+    case: str,
+    inputs: InputSpec,
+    seed: int,
+    sources: dict[str, str | None],
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """The record of how far two ports are apart. sources: the hashes of their sources, by name."""
+    return {
+        "schema": SCHEMA_VERSION,
+        "kind": "disagreement",
+        "suite": suite,
+        "case": case,
+        "problem": problem_fields(problem),
+        "inputs": asdict(inputs),
+        "seed": seed,
+        "target": {"name": target.name, "sm": target.sm},
+        **asdict(apart),
+        "sources": sources,
+        "provenance": facts,
+    }
 
 
 def check_record(

@@ -19,13 +19,11 @@ from .environment import Environment
 from .isolation import Caller, Lost
 from .options import Format
 from .records import RecordFile, check_record
-from .session import Request, Session, complain, progress
+from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, progress, status_of
 from .suites import Case
 from .tables import Table, print_tables, problem_cells
 from .timing import FLOP_CONVENTION, Timing, speed_cells
-from .trial import Check, Verdict
-
-OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
+from .trial import Check
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,8 @@ class Run:
         self._written.add(id(result))
         record = check_record(
             result.check,
-            suite=self.session.suite.name,
-            case=result.case.id,
-            inputs=result.case.inputs,
-            seed=self.request.seed,
             sources=self.session.sources[result.check.port],
-            facts=self.session.facts,
+            **self.session.about(result.case),
             timing=result.timing,
             baseline=result.baseline,
         )
@@ -103,7 +97,7 @@ def run(request: RunRequest, here: Environment, open_port: Callable[[str], Port]
         complain(f"interrupted{kept}")
         return INTERRUPTED
     _print_closing(this)
-    return _status(this)
+    return status_of(session, (result.check for result in this.results))
 
 
 def _run(this: Run) -> None:
@@ -298,16 +292,3 @@ def _closing(this: Run) -> str:
     if this.request.timed and not this.session.suite.timed:
         return f"The suite {this.session.suite.name} is checked, not timed."
     return ""
-
-
-def _status(this: Run) -> int:
-    verdicts: dict[str, set[Verdict]] = {}
-    for result in this.results:
-        verdicts.setdefault(result.check.port, set()).add(result.check.verdict)
-    if any("fail" in seen for seen in verdicts.values()):
-        return FAILED
-    idle = [name for name, seen in verdicts.items() if seen == {"unsupported"}]
-    for name in idle:
-        reason = next(r.check.reason for r in this.results if r.check.port == name)
-        complain(f"the {name} port ran none of the problems: {reason}")
-    return NOTHING_RAN if idle or this.session.missing else OK

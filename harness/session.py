@@ -26,8 +26,9 @@ from .isolation import Caller, Here, Lost, Worker
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance, sources_hash
 from .suites import Case, Suite, load_suite
-from .trial import Check
+from .trial import Check, Verdict
 
+OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
 WORKERS_MOST = 4  # on a CPU; each takes about 1 GB
 
 EACH: dict[Directions, tuple[Direction, ...]] = {
@@ -114,6 +115,11 @@ class Session:
         """The hash of each port's sources."""
         return {port.name: sources_hash(port) for port in self.ports}
 
+    def about(self, case: Case) -> dict[str, Any]:
+        """What the records of a case share, as the arguments of the functions in `records`."""
+        shared = {"suite": self.suite.name, "seed": self.request.seed, "facts": self.facts}
+        return shared | {"case": case.id, "inputs": case.inputs}
+
     def _make_callers(self) -> list[Caller]:
         # A GPU is for one process at a time; CPU cores are there to be shared.
         if not self.request.isolated:
@@ -168,6 +174,24 @@ class Session:
             for case, outcome in zip(cases, outcomes, strict=True):
                 begin(f"{case.id} {case.problem.id}")
                 yield case, outcome()
+
+
+def status_of(session: Session, checks: Iterable[Check], *, all_asked: bool = True) -> int:
+    """The exit status after these checks: whether one failed, or else some port could do nothing of what was asked.
+
+    all_asked: a port that cannot run here counts among those.
+    """
+    verdicts: dict[str, set[Verdict]] = {}
+    reasons: dict[str, str] = {}
+    for check in checks:
+        verdicts.setdefault(check.port, set()).add(check.verdict)
+        reasons.setdefault(check.port, check.reason)
+    if any("fail" in seen for seen in verdicts.values()):
+        return FAILED
+    idle = [name for name, seen in verdicts.items() if seen == {"unsupported"}]
+    for name in idle:
+        complain(f"the {name} port ran none of the problems: {reasons[name]}")
+    return NOTHING_RAN if idle or not verdicts or (all_asked and session.missing) else OK
 
 
 def complain(text: str) -> None:

@@ -68,3 +68,9 @@ def leaves_in_backward(name: str) -> Port:
 
 def poisons_in_forward(name: str) -> Port:
     return Unruly(poison_the_context, "forward")
+
+
+def one_of_two_segfaults(name: str) -> Port:
+    port = Unruly(segfault, "forward") if name == "triton" else ReferencePort()
+    port.name = name  # type: ignore[misc]
+    return port
