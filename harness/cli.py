@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import UsageError
-from .options import LIMIT_S, Directions, Format
+from .options import LIMIT_S, TOLERANCE_PERCENT, Directions, Format
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -198,7 +198,8 @@ def tables_command(
       harness tables walkthrough.jsonl --format markdown
       harness tables --write README.md
     """
-    from .published import read_records, record_tables, write_tables
+    from .published import record_tables, write_tables
+    from .reader import read_records
     from .tables import print_tables
 
     if (write is None) == (not files):
@@ -206,11 +207,41 @@ def tables_command(
     if write is not None:
         print(f"{write}: {'written' if write_tables(write) else 'as it was'}")
         return
-    records = [record for path in files or () for record in read_records(path)]
+    records = [record for path in files or () for record in read_records(path, ("check",))]
     tables = record_tables(records)
     if not tables:
         raise UsageError("no record there holds a timing: these come from harness run on a GPU")
     print_tables(tables, form)
+
+
+@app.command("compare", short_help="What is faster, slower or wrong since.")
+def compare_command(
+    before: Annotated[Path, typer.Argument(help="A file of records.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="A later one.", show_default=False)],
+    tolerance: Annotated[
+        float, typer.Option(min=0, max=50, metavar="PERCENT", help="Differences within it count as the same.")
+    ] = TOLERANCE_PERCENT,
+    absolute: Annotated[
+        bool, typer.Option("--absolute", help="Compare times as they are, not beside the baseline of their run.")
+    ] = False,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Tell, for each port, problem and direction that two files share, what is faster, slower, the same or unclear.
+
+    Clocks differ between runs, so that times are taken relative to the baseline that both runs timed, if there is one.
+    The 95 % interval of the ratio decides, and a verdict that got worse is named.
+
+    Exit status: 0 all good, 1 something is slower or no longer passes, 2 wrong usage.
+
+    \b
+    Example:
+      harness compare monday.jsonl tuesday.jsonl --tolerance 3
+    """
+    from .compare import compare
+
+    options = {"tolerance_percent": tolerance, "absolute": absolute, "json_path": json, "form": form}
+    raise typer.Exit(_piped(lambda: compare((before, after), **options)))  # type: ignore[arg-type]
 
 
 def _piped(command: Callable[[], int]) -> int:

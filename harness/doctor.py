@@ -23,6 +23,7 @@ from .jobs import PROBE, Setting, probe
 from .options import Format
 from .provenance import driver_version, git_commit, package_versions
 from .records import RecordFile
+from .schema import VERSION
 from .tables import Table, print_tables
 
 OK, NOTHING_RUNS = 0, 2
@@ -53,7 +54,7 @@ def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str
         finally:
             caller.close()
         if records is not None:
-            report = {"schema": 1, "kind": "doctor", "git": git_commit()}
+            report = {"schema": VERSION, "kind": "doctor", "git": git_commit()}
             report |= {"installed": [asdict(f) for f in installed], "ports": [asdict(f) for f in ports]}
             records.write(report)
     runs = any(finding.found in ("native", "interpreter", "CPU") for finding in ports)

@@ -115,6 +115,7 @@ class Disagreement:
     index: `(b, h, row[, column])`, None of a tensor without elements. values: what the two have there.
     """
 
+    direction: Direction
     tensor: str
     ports: tuple[str, str]
     units: float
@@ -132,13 +133,14 @@ def disagreements(setting: Setting, names: Sequence[str], case: Case, direction:
         for (tensor, yardstick), x, y in zip(stand.truth.of(direction).items(), results[a], results[b], strict=True):
             distance = distance_to(x, y.double())
             if not distance.numel():
-                found.append(Disagreement(tensor, (a, b), 0.0, 0.0, None, (0.0, 0.0)))
+                found.append(Disagreement(direction, tensor, (a, b), 0.0, 0.0, None, (0.0, 0.0)))
                 continue
             errors = by_segment(tensor, distance)
             segment, element = farthest(distance, errors, yardstick.unit)
             difference = float(errors[segment])
             units, values = difference / float(yardstick.unit[segment]), (float(x[element]), float(y[element]))
-            found.append(Disagreement(tensor, (a, b), units, difference, index_of(tensor, element), values))
+            place = index_of(tensor, element)
+            found.append(Disagreement(direction, tensor, (a, b), units, difference, place, values))
     return found
 
 

@@ -7,6 +7,9 @@ from enum import StrEnum
 LIMIT_S = 300.0  # of one check or one row of timings; TileLang's compiler alone takes up to a minute a kernel
 
 
+TOLERANCE_PERCENT = 2.0  # what `compare` calls the same: medians of one kernel differ by as much from day to day
+
+
 class Directions(StrEnum):
     """What `--direction` takes."""
 

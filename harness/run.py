@@ -74,7 +74,7 @@ class Run:
             sources=self.session.sources[result.check.port],
             **self.session.about(result.case),
             timing=result.timing,
-            baseline=result.baseline,
+            baselines=[] if result.baseline is None else [result.baseline],
         )
         self.records.write(record)
 

@@ -126,8 +126,8 @@ class Timing:
 
     @classmethod
     def of_record(cls, rounds: Sequence[dict[str, Any]], host_us: dict[str, float]) -> Timing:
-        """The timing whose rounds `as_record` gave. The first records do not know of late samples."""
-        return cls(tuple(Round(r["ms"], Sensors(**r["sensors"]), tuple(r.get("late", ()))) for r in rounds), host_us)
+        """The timing whose rounds `as_record` gave."""
+        return cls(tuple(Round(r["ms"], Sensors(**r["sensors"]), tuple(r["late"])) for r in rounds), host_us)
 
 
 def speed_cells(timing: Timing, ours: str, theirs: str | None, flops: int) -> tuple[str, str, str, str, str, str]:

@@ -73,7 +73,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
         ("reference", "backward"),
     ]
     for r in records:
-        assert (r["schema"], r["verdict"], r["samples"], r["case"]) == (1, "pass", None, "scale")
+        assert (r["schema"], r["verdict"], r["samples"], r["case"]) == (2, "pass", None, "scale")
         assert set(r["errors"]) == ({"o", "lse"} if r["direction"] == "forward" else {"dq", "dk", "dv"})
         assert r["problem"]["scale"] == 0.05
         assert r["target"] == {"name": "ada", "sm": "sm_89"}
@@ -268,7 +268,8 @@ def test_what_passed_is_timed_and_recorded_with_its_samples(
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [len(r["samples"]) for r in records] == [5, 5]
     assert records[0]["samples"][0]["sensors"]["sm_mhz"] == 1500
-    assert records[0]["baseline"] == {"port": "sdpa_flash", "verdict": "unsupported"}
+    reason = "SDPA's flash backend needs a CUDA device"
+    assert records[0]["baselines"] == [{"port": "sdpa_flash", "verdict": "unsupported", "reason": reason}]
 
 
 def test_what_failed_its_check_is_not_timed(
@@ -379,13 +380,14 @@ def test_records_replace_nothing_but_a_regular_file(
 
 
 def test_records_replace_a_regular_file_and_a_link_to_nowhere(tmp_path: Path) -> None:
+    record = {"schema": 2, "kind": "doctor", "git": {"commit": None, "dirty": None}, "installed": [], "ports": []}
     old, link = tmp_path / "old", tmp_path / "link"
     old.write_text("old")
     link.symlink_to(tmp_path / "nowhere")
     for path in (old, link):
         with RecordFile(path) as records:
-            records.write({"a": 1})
-        assert path.read_text() == '{"a": 1}\n'
+            records.write(record)
+        assert json.loads(path.read_text()) == record
 
 
 def test_inputs_that_do_not_fit_cost_their_own_case(

@@ -39,7 +39,7 @@ def test_it_tells_what_is_installed_and_what_can_run(tmp_path: Path) -> None:
     assert "compiles" in found["triton"][1]
     assert found["sdpa_flash (baseline)"] == ["no", "SDPA's flash backend needs a CUDA device"]
     report = json.loads(path.read_text())
-    assert (report["schema"], report["kind"]) == (1, "doctor")
+    assert (report["schema"], report["kind"]) == (2, "doctor")
     assert {finding["what"] for finding in report["ports"]} >= set(common.port_names())
 
 

@@ -61,7 +61,7 @@ def test_ports_that_are_right_are_within_a_few_units_of_each_other(
     assert 0 < float(rows(second)["triton"][0].split()[0]) < 6
     assert [line.split("|")[1].strip() for line in third.splitlines()[3:8]] == ["o", "lse", "dq", "dk", "dv"]
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["kind"] for r in records] == ["run"] * 4 + ["disagreement"] * 5
+    assert [r["kind"] for r in records] == ["check"] * 4 + ["disagreement"] * 5
     assert records[4]["ports"] == ["reference", "triton"]
     assert records[4]["sources"]["reference"] == records[0]["sources"]
 

@@ -156,8 +156,6 @@ def test_late_samples_are_counted_by_contestant_and_recorded() -> None:
     rounds = times.as_record()
     assert [r["late"] for r in rounds] == [["b"]] * 5
     assert Timing.of_record(rounds, times.host_us).late("b") == 5
-    before_that_was_known = [{name: value for name, value in r.items() if name != "late"} for r in rounds]
-    assert Timing.of_record(before_that_was_known, times.host_us).late("b") == 0
 
 
 @pytest.mark.gpu
