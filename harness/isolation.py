@@ -52,8 +52,11 @@ class Here:
     """This very process: for a debugger, and for a test that brings its own port."""
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """What the function returns; what it raises is raised here too."""
-        return function(*arguments)
+        """What the function returns. Raises Lost when it raised."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise Lost(f"raised {one_line(error)}") from error
 
     def close(self) -> None:
         """Nothing to end."""
@@ -62,7 +65,8 @@ class Here:
 class Worker:
     """A process for calls, one at a time.
 
-    limit_s: seconds that one call may take. threads: how many threads PyTorch takes there; None for its own choice.
+    limit_s: seconds that one call may take. threads: how many threads PyTorch takes there, unless
+    OMP_NUM_THREADS says so already; None for its own choice.
     """
 
     def __init__(self, limit_s: float = LIMIT_S, threads: int | None = None) -> None:
@@ -106,7 +110,7 @@ class Worker:
         ours, theirs = Pipe()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         if self._threads is not None:
-            environment["OMP_NUM_THREADS"] = str(self._threads)
+            environment.setdefault("OMP_NUM_THREADS", str(self._threads))
         with self._starting:
             if self._closed:
                 raise Lost("was not called: its worker is closed")

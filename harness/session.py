@@ -149,7 +149,7 @@ class Session:
     def _probe(self, name: str) -> str:
         try:
             reason = self.callers[0].call(jobs.probe, self.setting, name)
-        except Exception:  # whatever it is, a check will find it
+        except Lost:  # whatever it is, a check will find it
             return ""
         return reason and f"the {name} port cannot run here: {reason}"
 

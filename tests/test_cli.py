@@ -27,6 +27,7 @@ from harness.options import Format
 from harness.records import RecordFile
 from harness.run import RunRequest, run
 from harness.tables import Table, as_csv, as_markdown, as_text
+from harness.timing import Launch, Sample
 from reference import oracle_backward, oracle_forward
 
 from .fakes import FakePort
@@ -135,14 +136,13 @@ def test_a_port_that_cannot_run_is_explained_and_the_others_run() -> None:
     assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
 
 
-@pytest.mark.parametrize("command", [("run",), ("doctor",)])
-def test_help_shows_an_example(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["run", "matrix", "compare", "tables", "doctor"])
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main([*command, "--help"])
+        main([command, "--help"])
     out = capsys.readouterr().out
     assert exit_.value.code == 0
-    assert f"harness {command[0]} --" in out
-    assert "Example" in out
+    assert f"  harness {command} " in out.partition("Example")[2]
     assert "Exit status" in out
 
 
@@ -388,6 +388,26 @@ def test_records_replace_a_regular_file_and_a_link_to_nowhere(tmp_path: Path) ->
         with RecordFile(path) as records:
             records.write(record)
         assert json.loads(path.read_text()) == record
+
+
+def test_a_timing_that_raises_costs_its_own_row(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(FakeStopwatch):
+        def time(self, name: str, launch: Launch) -> Sample:
+            if self.rounds == 0:
+                self.rounds = 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().time(name, launch)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
+    monkeypatch.setattr(Environment, "has_gpu", True)
+    stopwatch = Fails({"fake": 1.0})
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: stopwatch)
+    assert run(request(rounds=5), CPU) == 0
+    out = capsys.readouterr().out
+    assert out.count("not timed: it raised OutOfMemoryError: CUDA out of memory") == 1
+    assert "fake backward, the CPU, beside SDPA flash" in out
 
 
 def test_inputs_that_do_not_fit_cost_their_own_case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import torch
 from common import Port
 from harness.environment import CPU, prepare
 from harness.isolation import Lost, Worker
+from harness.jobs import Setting, Stand
 from harness.run import RunRequest, run
+from harness.suites import load_suite
 
 from . import unruly
 
@@ -83,6 +86,16 @@ def test_a_worker_ends_with_its_caller() -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     assert gone(int(done.stdout))
+
+
+def test_what_a_case_needs_is_made_once_for_all_calls_about_it() -> None:
+    first, second = load_suite("quick", small=True).only("corners").cases[:2]
+    setting = Setting(CPU, CPU.native)
+    stand = Stand.of(setting, first)
+    assert Stand.of(*pickle.loads(pickle.dumps((setting, first)))) is stand  # as every call brings them
+    assert stand.trial("reference") is stand.trial("reference")
+    assert Stand.of(setting, second) is not stand
+    assert Stand.of(setting, first) is not stand
 
 
 def run_unruly(open_port: Callable[[str], Port], path: Path, **options: object) -> dict[tuple[str, str], str]:
