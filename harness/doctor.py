@@ -12,14 +12,12 @@ from pathlib import Path
 import torch
 
 import common
-from common import Port, Unsupported
 from common.ports import is_written
 
-from .baselines import SDPA_FLASH
+from .baselines import BASELINES
 from .environment import Environment
-from .errors import one_line
 from .isolation import Caller, Here, Lost, Worker
-from .jobs import PROBE, Setting, probe
+from .jobs import Setting, opened, probe, refusal
 from .options import Format
 from .provenance import driver_version, git_commit, package_versions
 from .records import RecordFile
@@ -64,7 +62,8 @@ def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str
 def _examine(here: Environment, trouble: str, form: Format, caller: Caller) -> tuple[list[Finding], list[Finding]]:
     """What is installed, and which ports run; prints both."""
     installed = _installed(here, trouble)
-    ports = [_port(name, here, caller) for name in common.port_names()] + [_baseline(here)]
+    ports = [_port(name, here, caller) for name in common.port_names()]
+    ports += [_baseline(name, here, caller) for name in BASELINES]
     tables = [
         _table("Installed", ("what", "found", "what to do"), installed),
         _table(f"Ports on {here.card}", ("port", "runs", "why, and what to do"), ports),
@@ -127,20 +126,17 @@ def _why_no_card(driver: str | None) -> str:
 
 def _port(name: str, here: Environment, caller: Caller) -> Finding:
     """Imports a port and runs one tile with it."""
+    setting = Setting(here, here.native)
+    port = opened(caller, setting, name)
+    if port.reason:
+        return Finding(name, "no", port.reason)
     try:
-        port = common.port(name)
-    except Unsupported as error:
-        return Finding(name, "no", str(error))
-    except Exception as error:  # importing a DSL may raise anything
-        return Finding(name, "no", f"could not be imported: {one_line(error)}")
-    try:
-        reason = caller.call(probe, Setting(here, here.native), name)
+        reason = caller.call(probe, setting, name)
     except Lost as lost:
         return Finding(name, "no", f"one tile {lost}; harness run --impl {name} tells more")
     if reason:
-        compiles = type(port).build is not Port.build
-        return Finding(name, "compile only" if compiles else "no", f"the {name} port cannot run here: {reason}")
-    compiling = "compiles for every target" if type(port).build is not Port.build else ""
+        return Finding(name, "compile only" if port.compiles else "no", f"the {name} port cannot run here: {reason}")
+    compiling = "compiles for every target" if port.compiles else ""
     if here.has_gpu:
         return Finding(name, "native", compiling)
     if name != "triton":
@@ -149,6 +145,9 @@ def _port(name: str, here: Environment, caller: Caller) -> Finding:
     return Finding(name, "interpreter", "; ".join(filter(None, (compiling, advice))))
 
 
-def _baseline(here: Environment) -> Finding:
-    reason = SDPA_FLASH.unsupported(PROBE, here.native) if here.has_gpu else "SDPA's flash backend needs a CUDA device"
-    return Finding(f"{SDPA_FLASH.name} (baseline)", "no" if reason else "native", reason or "")
+def _baseline(name: str, here: Environment, caller: Caller) -> Finding:
+    try:
+        reason = caller.call(refusal, Setting(here, here.native), name) or ""
+    except Lost as lost:
+        reason = str(lost)
+    return Finding(f"{name} (baseline)", "no" if reason else "native", reason)

@@ -7,7 +7,6 @@ calls need of one case, its inputs and its truth, is made once and kept until th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -20,12 +19,15 @@ from common import Direction, Port, Problem, Switches, Target, Unsupported
 
 from . import timing
 from .baselines import BASELINES, Baseline
+from .baselines.protocol import Span
 from .checks import Place, Truth, by_segment, distance_to, farthest, index_of
 from .environment import Environment
 from .errors import one_line
 from .inputs import Inputs, InputSpec, make_inputs
+from .isolation import Caller, Lost
+from .provenance import sources_hash
 from .suites import Case
-from .timing import CudaStopwatch, Timing
+from .timing import Contestant, CudaStopwatch, Timing
 from .trial import Check, Trial, Verdict
 
 PROBE = Problem(batch=1, heads_q=1, heads_kv=1, len_q=16, len_k=16, head_dim=64, dtype=torch.float16)
@@ -34,6 +36,11 @@ PROBE = Problem(batch=1, heads_q=1, heads_kv=1, len_q=16, len_k=16, head_dim=64,
 def open_port(name: str) -> Port:
     """The port of that name, from the registry."""
     return common.port(name)
+
+
+def own_name(name: str) -> str:
+    """The name of a port or baseline, of one that is a contestant more than once as `triton`, `triton#2`."""
+    return name.partition("#")[0]
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,10 @@ class Setting:
     seed: int = 0
     open_port: Callable[[str], Port] = open_port
 
-    def contestant(self, name: str) -> Port:
-        """The port or baseline of that name."""
-        return BASELINES[name] if name in BASELINES else self.open_port(name)
+    def contestant(self, name: str) -> Port | Baseline:
+        """The port or baseline of that name; `triton#2` is triton once more."""
+        own = own_name(name)
+        return BASELINES[own] if own in BASELINES else self.open_port(own)
 
 
 class Stand:
@@ -61,7 +69,7 @@ class Stand:
             case.problem, case.inputs, seed=setting.seed, device=setting.environment.device
         )
         self.truth = Truth(case.problem, self.inputs)
-        self._port: Port | None = None
+        self._port: Port | Baseline | None = None
         self._trial: Trial | None = None
 
     @classmethod
@@ -79,21 +87,57 @@ class Stand:
         port = self._setting.contestant(name)
         if self._trial is None or self._port is not port:
             self._trial = None  # its outputs, before the next one takes memory
-            is_baseline = isinstance(port, Baseline)
-            target = self._setting.environment.native if is_baseline else self._setting.target
-            of_case = self._case.problem, self.inputs, self.truth
-            self._port, self._trial = port, Trial(port, *of_case, target=target, is_baseline=is_baseline)
+            self._port, self._trial = port, self.new_trial(name)
         return self._trial
+
+    def new_trial(self, name: str) -> Trial:
+        """The same, with outputs of its own."""
+        port = self._setting.contestant(name)
+        target = self._setting.environment.native if isinstance(port, Baseline) else self._setting.target
+        return Trial(port, self._case.problem, self.inputs, self.truth, target=target)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What importing a port told: why it could not be, or the hash of its sources and whether it compiles anything."""
+
+    reason: str = ""
+    sources: str | None = None
+    compiles: bool = False
+
+
+def open_there(setting: Setting, name: str) -> Opened:
+    """Imports a port, for what can be told of it: another process may need no DSL for that."""
+    try:
+        port = setting.open_port(name)
+    except Unsupported as error:
+        return Opened(reason=str(error))
+    except Exception as error:  # importing a DSL may raise anything
+        return Opened(reason=f"the {name} port could not be imported: {one_line(error)}")
+    return Opened(sources=sources_hash(port), compiles=type(port).build is not Port.build)
+
+
+def opened(caller: Caller, setting: Setting, name: str) -> Opened:
+    """The same in a process where it may crash."""
+    try:
+        return caller.call(open_there, setting, name)
+    except Lost as lost:
+        return Opened(reason=f"the {name} port could not be imported: {lost}")
 
 
 def probe(setting: Setting, name: str) -> str:
     """Runs one tile, to learn whether a port runs here at all: why it does not, or nothing when it does."""
     x = make_inputs(PROBE, InputSpec(), seed=0, device=setting.environment.device)
     try:
-        setting.contestant(name).forward(x.q, x.k, x.v, PROBE, target=setting.target)
+        setting.open_port(name).forward(x.q, x.k, x.v, PROBE, target=setting.target)
     except Unsupported as error:
         return str(error)
     return ""
+
+
+def refusal(setting: Setting, name: str) -> str | None:
+    """Why a baseline cannot run here, or None; looking imports packages."""
+    return BASELINES[name].unsupported(PROBE, setting.environment.native)
 
 
 def check(setting: Setting, name: str, case: Case, direction: Direction) -> Check:
@@ -144,30 +188,14 @@ def disagreements(setting: Setting, names: Sequence[str], case: Case, direction:
     return found
 
 
-def time_row(
-    setting: Setting, ports: Sequence[str], baselines: Sequence[str], case: Case, direction: Direction, rounds: int
-) -> Timing:
+def time_row(setting: Setting, names: Sequence[str], case: Case, span: Span, rounds: int) -> Timing:
     """Times contestants that passed their checks against each other, on the inputs of those checks."""
     stand = Stand.of(setting, case)
-    x = stand.inputs
-    launches: dict[str, timing.Launch] = {}
-    for name in ports:
-        # A trial of its own: all of them are needed at once.
-        trial = Trial(setting.contestant(name), case.problem, x, stand.truth, target=setting.target)
-        launches[name] = trial.launch(direction)
-    with ExitStack() as stack:
-        for name in baselines:
-            baseline = BASELINES[name]
-            stack.enter_context(baseline.context())
-            q, k, v, do = (t if t.dim() == 4 else t.unsqueeze(1) for t in (x.q, x.k, x.v, x.do))
-            launches[name] = (
-                baseline.launch_forward(q, k, v, case.problem)
-                if direction == "forward"
-                else baseline.launch_backward(do, q, k, v, case.problem)
-            )
-        with torch.no_grad():
-            stopwatch = _stopwatch(setting.environment.device)
-            return timing.measure(launches, stopwatch, rounds=rounds, seed=setting.seed)
+    trials = {name: stand.new_trial(name) for name in names}  # all of them are needed at once
+    with torch.no_grad():
+        contestants = {name: Contestant(trial.launch(span), trial.context) for name, trial in trials.items()}
+        stopwatch = _stopwatch(setting.environment.device)
+        return timing.measure(contestants, stopwatch, rounds=rounds, seed=setting.seed)
 
 
 @lru_cache(maxsize=1)

@@ -41,7 +41,7 @@ class Row:
 
     def tile(self, port: str, tensor: str) -> Tile | None:
         """The tile that the port computed a tensor with."""
-        return next(check.tile for check in self.of(port) if tensor in NAMES[check.direction])
+        return next(check.tile for check in self.of(port) if any(t.name == tensor for t in check.tensors))
 
 
 def matrix(
@@ -73,7 +73,7 @@ def matrix(
 
 
 def _row(session: Session, caller: Caller, case: Case) -> Row:
-    checks = [check for port in session.ports for check in session.check(caller, port.name, case)]
+    checks = [check for name in session.ports for check in session.check(caller, name, case)]
     row = Row(case, checks)
     for direction in session.request.each:
         # What is of the right form can be compared, also when it is wrong: that is where one looks.
@@ -90,9 +90,9 @@ def _row(session: Session, caller: Caller, case: Case) -> Row:
 def _write(session: Session, records: RecordFile, row: Row) -> None:
     about = session.about(row.case)
     for check in row.checks:
-        records.write(check_record(check, sources=session.sources[check.port], **about))
+        records.write(check_record(check, sources=session.ports[check.port], **about))
     for apart in row.apart:
-        sources = {name: session.sources[name] for name in apart.ports}
+        sources = {name: session.ports[name] for name in apart.ports}
         record = disagreement_record(apart, row.case.problem, session.target, sources=sources, **about)
         records.write(record)
 
@@ -143,7 +143,7 @@ def _cell(checks: Sequence[Check]) -> str:
 
 
 def _pairs(session: Session, rows: Sequence[Row]) -> Table:
-    names = [port.name for port in session.ports]
+    names = list(session.ports)
     table = Table("Ports beside each other: the largest disagreement, in PyTorch's error", ("port", *names))
     largest: dict[frozenset[str], Disagreement] = {}
     for row in rows:
@@ -165,7 +165,7 @@ def _places(session: Session, rows: Sequence[Row]) -> Table:
         labels=7,
     )
     tensors = [name for direction in session.request.each for name in NAMES[direction]]
-    for a, b in combinations((port.name for port in session.ports), 2):
+    for a, b in combinations(session.ports, 2):
         for tensor in tensors:
             found = [(x, row) for row in rows for x in row.apart if x.ports == (a, b) and x.tensor == tensor]
             if not found:

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from common import DTYPE_NAMES, Mask, Problem, Switches, Target, Tile
 
+from .baselines.protocol import bytes_of, flops_of
 from .errors import UsageError
 from .inputs import InputSpec
 from .jobs import Disagreement
@@ -209,8 +210,8 @@ def check_record(
         "baselines": [{"port": b.port, "verdict": b.verdict, "reason": b.reason} for b in baselines],
         "samples": None if timing is None else timing.as_record(),
         "host_us": None if timing is None else timing.host_us,
-        "flops": check.problem.flops(check.direction),
-        "bytes": check.problem.bytes(check.direction),
+        "flops": flops_of(check.problem, check.direction),
+        "bytes": bytes_of(check.problem, check.direction),
         "sources": sources,
         "provenance": facts,
     }

@@ -14,6 +14,7 @@ from common import Direction, Port
 
 from . import jobs, timing
 from .baselines import SDPA_FLASH
+from .baselines.protocol import Span, flops_of
 from .checks import NAMES, RULE
 from .environment import Environment
 from .isolation import Caller, Lost
@@ -60,9 +61,9 @@ class Run:
         """Whether timings follow the checks."""
         return self.request.timed and self.session.suite.timed and self.session.environment.has_gpu
 
-    def of(self, port: Port, direction: Direction) -> list[Result]:
+    def of(self, port: str, direction: Direction) -> list[Result]:
         """The results of a port and direction, in the suite's order."""
-        return [r for r in self.results if r.check.port == port.name and r.check.direction == direction]
+        return [r for r in self.results if r.check.port == port and r.check.direction == direction]
 
     def write(self, result: Result) -> None:
         """Writes a result that is complete."""
@@ -71,7 +72,7 @@ class Run:
         self._written.add(id(result))
         record = check_record(
             result.check,
-            sources=self.session.sources[result.check.port],
+            sources=self.session.ports[result.check.port],
             **self.session.about(result.case),
             timing=result.timing,
             baselines=[] if result.baseline is None else [result.baseline],
@@ -122,8 +123,9 @@ def _run(this: Run) -> None:
 def _check_all(this: Run) -> None:
     def check_case(caller: Caller, case: Case) -> list[Result]:
         """The checks of all ports on one case, and of the baseline when timings are to follow."""
-        names = [port.name for port in this.session.ports]
-        results = [Result(case, check) for name in names for check in this.session.check(caller, name, case)]
+        results = [
+            Result(case, check) for name in this.session.ports for check in this.session.check(caller, name, case)
+        ]
         if this.is_timed:
             baselines = {check.direction: check for check in this.session.check(caller, SDPA_FLASH.name, case)}
             for result in results:
@@ -138,7 +140,7 @@ def _check_all(this: Run) -> None:
 
 
 def _time_all(this: Run) -> None:
-    rows: dict[tuple[int, Direction], list[Result]] = {}  # all contestants of a row are timed together
+    rows: dict[tuple[int, Span], list[Result]] = {}  # all contestants of a row are timed together
     for result in this.results:
         if result.check.verdict == "pass":
             rows.setdefault((id(result.case), result.check.direction), []).append(result)
@@ -146,11 +148,11 @@ def _time_all(this: Run) -> None:
         for results in rows.values():
             case, check, baseline = results[0].case, results[0].check, results[0].baseline
             begin(f"{check.direction} {case.id} {case.problem.id}")
-            if not case.problem.flops(check.direction):
+            if not flops_of(case.problem, check.direction):
                 continue
             ports = [result.check.port for result in results]
             rivals = [baseline.port] if baseline is not None and baseline.verdict == "pass" else []
-            arguments = (this.session.setting, ports, rivals, case, check.direction, this.request.rounds)
+            arguments = (this.session.setting, [*ports, *rivals], case, check.direction, this.request.rounds)
             try:
                 timed = this.session.callers[0].call(jobs.time_row, *arguments)
             except Lost as lost:  # it ran out of memory, say: it costs its own row
@@ -170,7 +172,7 @@ def check_tables(this: Run) -> list[Table]:
     for port in this.session.ports:
         path = this.session.environment.path(this.session.target)
         table = Table(
-            f"Checks of {port.name}, {path}, suite {this.session.suite.name}, seed {this.request.seed}: "
+            f"Checks of {port}, {path}, suite {this.session.suite.name}, seed {this.request.seed}: "
             "error / allowed error, above 1 is wrong",
             ("case", "problem", *names, "verdict"),
             labels=2,
@@ -188,7 +190,7 @@ def check_tables(this: Run) -> list[Table]:
             ]
         counts = Counter(r.check.verdict for results in by_direction for r in results)
         told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("pass", "fail", "unsupported"))
-        table.notes.append(f"{port.name}: {counts.total()} checks of {len(table.rows)} problems: {told}")
+        table.notes.append(f"{port}: {counts.total()} checks of {len(table.rows)} problems: {told}")
         tables.append(table)
     tables[-1].notes.append(RULE)
     return tables
@@ -216,8 +218,8 @@ def timing_tables(this: Run) -> list[Table]:
     return tables
 
 
-def _timing_table(this: Run, port: Port, direction: Direction, results: list[Result]) -> Table:
-    ours, theirs = port.name, SDPA_FLASH.title
+def _timing_table(this: Run, port: str, direction: Direction, results: list[Result]) -> Table:
+    ours, theirs = port, SDPA_FLASH.title
     path = this.session.environment.path(this.session.target)
     table = Table(
         f"{ours} {direction}, {path}, beside {theirs}, suite {this.session.suite.name}",
@@ -272,7 +274,7 @@ def _time_cells(result: Result) -> tuple[str, ...]:
     if times is None:
         return (*["–"] * 8, *seconds)
     host = (f"{times.host_us[name]:.0f}" if name in times.host_us else "–" for name in (ours, theirs))
-    return *speed_cells(times, ours, theirs, check.problem.flops(check.direction)), *host, *seconds
+    return *speed_cells(times, ours, theirs, flops_of(check.problem, check.direction)), *host, *seconds
 
 
 def _print_closing(this: Run) -> None:
@@ -282,7 +284,7 @@ def _print_closing(this: Run) -> None:
 
 
 def _closing(this: Run) -> str:
-    if not this.session.environment.has_gpu and "triton" in (port.name for port in this.session.ports):
+    if not this.session.environment.has_gpu and "triton" in this.session.ports:
         return (
             "No GPU is used here: Triton's interpreter ran the kernels, which has no speed, on the sizes that the "
             "suite shrinks to (cpu: in its file)."

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import common
-from common import Direction, Port, Switches, Target, Unsupported
+from common import Direction, Port, Switches, Target
 
 from . import jobs
 from .environment import Environment
-from .errors import UsageError, one_line, one_of
+from .errors import UsageError, one_of
 from .isolation import Caller, Here, Lost, Worker
 from .options import LIMIT_S, Directions, Format
-from .provenance import provenance, sources_hash
+from .provenance import provenance
 from .suites import Case, Suite, load_suite
 from .trial import Check, Verdict
 
@@ -64,13 +64,14 @@ class Request:
 
 @dataclass
 class Session:
-    """What a command works with. missing: the reasons of the ports that cannot run here, by name."""
+    """What a command works with. ports: the names of those that can run here, with the hashes of their sources.
+    missing: the reasons of those that cannot, by name."""
 
     request: Request
     environment: Environment
     suite: Suite
     target: Target
-    ports: list[Port] = field(default_factory=list)
+    ports: dict[str, str | None] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     callers: list[Caller] = field(default_factory=list)
     open_port: Callable[[str], Port] = jobs.open_port
@@ -110,11 +111,6 @@ class Session:
         """Where the numbers come from, for their records."""
         return provenance(self.environment.device, interpreted=not self.environment.has_gpu)
 
-    @cached_property
-    def sources(self) -> dict[str, str | None]:
-        """The hash of each port's sources."""
-        return {port.name: sources_hash(port) for port in self.ports}
-
     def about(self, case: Case) -> dict[str, Any]:
         """What the records of a case share, as the arguments of the functions in `records`."""
         shared = {"suite": self.suite.name, "seed": self.request.seed, "facts": self.facts}
@@ -133,18 +129,15 @@ class Session:
     def _open_ports(self) -> None:
         """Finds the ports that can run here; for the others the reason, which is also said on stderr."""
         for name in self.request.impls:
-            try:
-                port = self.open_port(name)
-                reason = "" if self.environment.has_gpu else self._probe(name)
-            except Unsupported as error:
-                reason = str(error)
-            except Exception as error:  # importing a DSL may raise anything, and costs its own port only
-                reason = f"the {name} port could not be imported: {one_line(error)}"
+            opened = jobs.opened(self.callers[0], self.setting, name)
+            reason = opened.reason
+            if not reason and not self.environment.has_gpu:
+                reason = self._probe(name)
             if reason:
                 self.missing[name] = reason
                 complain(reason)
             else:
-                self.ports.append(port)
+                self.ports[name] = opened.sources
 
     def _probe(self, name: str) -> str:
         try:

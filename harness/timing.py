@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,14 @@ FLOP_CONVENTION = (
 )
 
 Launch = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What is timed: a launch, and what is entered around it, whose time counts neither on the device nor the host."""
+
+    launch: Launch
+    context: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,8 @@ class Sample:
 class Stopwatch(Protocol):
     """The device as `measure` needs it; a test brings its own."""
 
-    def prepare(self, launches: Mapping[str, Launch]) -> dict[str, float]:
-        """Called once, before the warm-up: the host time per call of each contestant, in microseconds."""
+    def host_us(self, name: str, launch: Launch) -> float:
+        """Called once for each contestant, before it is timed: the host time of one call, in microseconds."""
 
     def time(self, name: str, launch: Launch) -> Sample:
         """Flushes the L2 and launches: the device time of one launch."""
@@ -169,20 +178,30 @@ def ratio_of_medians(
     return Ratio(float(above / below), float(low), float(high))
 
 
-def measure(launches: Mapping[str, Launch], stopwatch: Stopwatch, *, rounds: int = ROUNDS, seed: int = 0) -> Timing:
+def measure(
+    contestants: Mapping[str, Contestant], stopwatch: Stopwatch, *, rounds: int = ROUNDS, seed: int = 0
+) -> Timing:
     """Times the contestants, by name, against each other."""
-    order = list(launches)
+    order = list(contestants)
     shuffle = random.Random(seed)
-    host_us = stopwatch.prepare(launches)
+    host_us = {}
+    for name, contestant in contestants.items():
+        with contestant.context():
+            host_us[name] = stopwatch.host_us(name, contestant.launch)
+
+    def sample(name: str) -> Sample:
+        with contestants[name].context():
+            return stopwatch.time(name, contestants[name].launch)
+
     for _ in range(WARMUP_ROUNDS):
         for name in order:
-            stopwatch.time(name, launches[name])
+            sample(name)
     measured = []
     for _ in range(rounds):
         shuffle.shuffle(order)
-        samples = {name: stopwatch.time(name, launches[name]) for name in order}
-        ms = {name: sample.ms for name, sample in samples.items()}
-        late = tuple(name for name, sample in samples.items() if sample.late)
+        samples = {name: sample(name) for name in order}
+        ms = {name: taken.ms for name, taken in samples.items()}
+        late = tuple(name for name, taken in samples.items() if taken.late)
         measured.append(Round(ms, stopwatch.sensors(), late))
     return Timing(tuple(measured), host_us)
 
@@ -240,10 +259,10 @@ class CudaStopwatch:
         self._sensors = SensorReader(device)
         self._host_us: dict[str, float] = {}
 
-    def prepare(self, launches: Mapping[str, Launch]) -> dict[str, float]:
-        """Takes the host time of each contestant, which says how long the device has to sleep."""
-        self._host_us = {name: host_microseconds(launch, self._wait) for name, launch in launches.items()}
-        return self._host_us
+    def host_us(self, name: str, launch: Launch) -> float:
+        """The host time of a call, which says how long the device has to sleep."""
+        self._host_us[name] = host_microseconds(launch, self._wait)
+        return self._host_us[name]
 
     def time(self, name: str, launch: Launch) -> Sample:
         """Flushes, sleeps, launches between two events, and waits; again when the host was late."""

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from common import Direction, GuardedBuffers, Port, Problem, Switches, Target, Tile, Unsupported
 
+from .baselines import Baseline
+from .baselines.protocol import Span
 from .checks import NAMES, TensorCheck, Tensors, Truth, compare_all
 from .errors import one_line
 from .inputs import Inputs, make_decoy
@@ -32,14 +35,15 @@ Verdict = Literal["pass", "fail", "unsupported"]
 class Check:
     """The verdict on one port, problem and direction, for the tile, switches and target it was run with.
 
-    tensors: the comparisons. faults: broken promises in words, beside the comparisons; empty when it passed.
-    reason: why the port does not support it, or how it raised. tile: None when the port has no choice of one.
-    seconds: wall time of the first call (a port's is the decoy's), compilation included, and of the second.
+    direction: or `both`, what `together` makes of the two. tensors: the comparisons. faults: broken promises in words,
+    beside the comparisons; empty when it passed. reason: why the port does not support it, or how it raised. tile: None
+    when the port has no choice of one, or the directions have one each. seconds: wall time of the first call (a port's
+    is the decoy's), compilation included, and of the second.
     """
 
     port: str
     problem: Problem
-    direction: Direction
+    direction: Span
     target: Target
     tile: Tile | None
     switches: Switches
@@ -60,6 +64,26 @@ class Check:
             if t.worst is not None
         ]
         return ([self.reason] if self.reason else []) + lines + list(self.faults)
+
+
+def together(span: Span, checks: Sequence[Check]) -> Check:
+    """The check of a launch that covers these directions: it passes when both passed."""
+    if len(checks) == 1:
+        return checks[0]
+    verdicts = [check.verdict for check in checks]
+    first = checks[0]
+    worst: Verdict = next((v for v in ("fail", "unsupported") if v in verdicts), "pass")
+    seconds = zip(*(check.seconds for check in checks), strict=False)
+    return replace(
+        first,
+        direction=span,
+        tile=first.tile if all(check.tile == first.tile for check in checks) else None,
+        verdict=worst,
+        tensors=tuple(t for check in checks for t in check.tensors),
+        faults=tuple(fault for check in checks for fault in check.faults),
+        reason=next((check.reason for check in checks if check.reason), ""),
+        seconds=tuple(sum(both) for both in seconds),
+    )
 
 
 @dataclass(frozen=True)
@@ -145,13 +169,13 @@ class _Runs:
 class Trial:
     """One port on one problem's inputs: its checks, and then the launches to time, of the very same calls.
 
-    tile: None lets the port choose. is_baseline: not one of ours, so only its o and gradients are compared: its
-    memory is its own, its lse has no gradient and its repeatability is not promised.
+    tile: None lets the port choose. Of a baseline only o and its gradients are compared: its memory and its lse are its
+    own, and its repeatability is not promised.
     """
 
     def __init__(
         self,
-        port: Port,
+        port: Port | Baseline,
         problem: Problem,
         inputs: Inputs,
         truth: Truth,
@@ -159,11 +183,9 @@ class Trial:
         target: Target,
         tile: Tile | None = None,
         switches: Switches | None = None,
-        is_baseline: bool = False,
     ) -> None:
         self._port, self._problem, self._inputs, self._truth = port, problem, inputs, truth
         self._target, self._tile, self._switches = target, tile, switches or Switches()
-        self._is_baseline = is_baseline
         self._forward_check: Check | None = None
         self._saved: Tensors = ()
         self._decoy: Inputs | None = None
@@ -178,7 +200,7 @@ class Trial:
             reason = self._port.unsupported(self._problem, self._target)
             if reason is not None:
                 raise Unsupported(reason)
-            if not self._is_baseline:
+            if isinstance(self._port, Port):
                 tile = self._port.choose_tile(self._problem, self._target, direction, self._tile, self._switches)
             check = self._check_forward(tile) if direction == "forward" else self._check_backward(tile)
         except Unsupported as error:
@@ -189,12 +211,20 @@ class Trial:
             self._forward_check = check
         return check
 
-    def launch(self, direction: Direction) -> Callable[[], Tensors]:
-        """What a timing launches: the call that was checked. For the backward, runs the forward first."""
-        if direction == "forward":
-            return self._forward_on(self._inputs)
-        self._saved = self._forward_on(self._inputs)()
-        return self._backward_on(self._inputs, self._saved)
+    def launch(self, span: Span) -> Callable[[], Tensors]:
+        """What a timing launches, within `context`: the calls that were checked. For the backward, runs the forward."""
+        if isinstance(self._port, Baseline):
+            return self._port.launch(span, self._inputs, self._problem)
+        forward = self._calls("forward", self._inputs)
+        if span == "forward":
+            return forward
+        if span == "both":
+            return lambda: self._calls("backward", self._inputs, forward())()
+        return self._calls("backward", self._inputs, forward())
+
+    def context(self) -> AbstractContextManager:
+        """What has to be entered around the launches."""
+        return self._port.context() if isinstance(self._port, Baseline) else nullcontext()
 
     def outputs(self, direction: Direction) -> Tensors:
         """What one more launch of the call that was checked returns, in poisoned memory."""
@@ -202,14 +232,31 @@ class Trial:
         with GuardedBuffers():
             return launch()
 
-    def _forward_on(self, x: Inputs) -> Callable[[], Tensors]:
-        return lambda: self._port.forward(x.q, x.k, x.v, self._problem, **self._options())
+    def _calls(
+        self, direction: Direction, x: Inputs, saved: Tensors = (), *, deterministic: bool = False
+    ) -> Callable[[], Tensors]:
+        port = self._port
+        if isinstance(port, Baseline):
 
-    def _backward_on(self, x: Inputs, saved: Tensors, *, deterministic: bool = False) -> Callable[[], Tensors]:
+            def call() -> Tensors:
+                with port.context():
+                    return port.launch(direction, x, self._problem)()
+
+            return call
+        if direction == "forward":
+            return lambda: port.forward(x.q, x.k, x.v, self._problem, **self._options())
         o, lse = saved
         dlse = x.dlse if self._with_dlse(deterministic) else None
         options = self._options() | {"deterministic": deterministic}
-        return lambda: self._port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
+        return lambda: port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
+
+    @property
+    def _is_baseline(self) -> bool:
+        return isinstance(self._port, Baseline)
+
+    def _names(self, direction: Direction) -> tuple[str, ...]:
+        """The tensors that are compared."""
+        return ("o",) if self._is_baseline and direction == "forward" else NAMES[direction]
 
     def _with_dlse(self, deterministic: bool) -> bool:
         return not deterministic and not self._is_baseline
@@ -226,7 +273,8 @@ class Trial:
         if runs.ill_formed:
             return self._verdict("forward", tile, "fail", faults=tuple(runs.faults), seconds=runs.seconds)
         self._saved, self._decoy_saved = runs.outputs, runs.decoy
-        tensors = compare_all(runs.outputs, self._truth.forward())
+        truth = {name: self._truth.forward()[name] for name in self._names("forward")}
+        tensors = compare_all(runs.outputs, truth)
         faults = runs.faults + self._unseen_rows("o", runs.outputs[0])
         return self._judge("forward", tile, tensors, faults, runs.seconds)
 
@@ -254,17 +302,15 @@ class Trial:
 
     def _launch_all(self, direction: Direction, *, deterministic: bool = False) -> _Runs:
         """Launches a port on the decoy, on the inputs, and on the inputs again; a baseline on the inputs twice."""
-        names, x = NAMES[direction], self._inputs
-        like = (x.q, x.dlse) if direction == "forward" else (x.q, x.k, x.v)
+        names, x = self._names(direction), self._inputs
+        like = (x.q, x.dlse)[: len(names)] if direction == "forward" else (x.q, x.k, x.v)
         runs = _Runs()
 
         def call(inputs: Inputs, saved: Tensors) -> _Call:
-            if direction == "forward":
-                read = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-                called = _call(self._forward_on(inputs), read)
-            else:
-                read = inputs.named() | dict(zip(NAMES["forward"], saved, strict=True))
-                called = _call(self._backward_on(inputs, saved, deterministic=deterministic), read)
+            read = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+            if direction == "backward":
+                read = inputs.named() | dict(zip(self._names("forward"), saved, strict=True))
+            called = _call(self._calls(direction, inputs, saved, deterministic=deterministic), read)
             ill_formed = _ill_formed(names, called.outputs, like)
             runs.seconds += (called.seconds,)
             runs.faults += called.faults + ill_formed

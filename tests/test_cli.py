@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,17 +19,15 @@ import torch
 import common
 from common import Problem
 from harness import jobs
-from harness.baselines import SDPA_FLASH
 from harness.cli import main
 from harness.environment import CPU, Environment
 from harness.errors import UsageError
-from harness.inputs import InputSpec, make_inputs
+from harness.inputs import make_inputs
 from harness.options import Format
 from harness.records import RecordFile
 from harness.run import RunRequest, run
 from harness.tables import Table, as_csv, as_markdown, as_text
 from harness.timing import Launch, Sample
-from reference import oracle_backward, oracle_forward
 
 from .fakes import FakePort
 from .test_timing import FakeStopwatch
@@ -41,11 +40,17 @@ MARK = re.compile(r"\x1b")
 def harness(*arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Runs the command in a fresh process, without a GPU, where the packages `blocked` cannot be imported."""
     block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))"
-    program = f"{block}; from harness.cli import main; main()"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    return with_site(block, *arguments)
+
+
+def with_site(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a fresh process, without a GPU; the code runs first in it and in its workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(code)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPATH": folder}
+        environment.pop("TRITON_INTERPRET", None)
+        command = [sys.executable, "-m", "harness", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
 
 
 def skip_without_interpreter(said: str) -> None:
@@ -136,6 +141,21 @@ def test_a_port_that_cannot_run_is_explained_and_the_others_run() -> None:
     assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
 
 
+def test_a_package_that_crashes_when_it_is_imported_costs_its_own_port() -> None:
+    crash = """
+import os, signal, sys
+class Crash:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton_impl.port":
+            os.kill(os.getpid(), signal.SIGSEGV)
+sys.meta_path.insert(0, Crash())
+"""
+    done = with_site(crash, "run", "--impl", "triton,reference", *ONE_CASE)
+    assert done.returncode == 2
+    assert done.stderr == "harness: the triton port could not be imported: its process died of SIGSEGV\n"
+    assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["run", "matrix", "compare", "tables", "doctor"])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -205,6 +225,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
 def fake_port(monkeypatch: pytest.MonkeyPatch) -> FakePort:
     """What `common.port` gives for every name."""
     port = FakePort()
+    port.name = "triton"  # type: ignore[misc]
     monkeypatch.setattr(common, "port", lambda name: port)
     return port
 
@@ -259,16 +280,16 @@ def test_what_passed_is_timed_and_recorded_with_its_samples(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
-    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"triton": 1.0}))
     path = tmp_path / "x.jsonl"
     assert run(request(rounds=5, json=path), CPU) == 0
     out = capsys.readouterr().out
-    assert "fake forward, the CPU, beside SDPA flash, suite quick" in out
-    assert "fake also takes the gradient of lse" in out
+    assert "triton forward, the CPU, beside SDPA flash, suite quick" in out
+    assert "triton also takes the gradient of lse" in out
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [len(r["samples"]) for r in records] == [5, 5]
     assert records[0]["samples"][0]["sensors"]["sm_mhz"] == 1500
-    reason = "SDPA's flash backend needs a CUDA device"
+    reason = "SDPA flash needs a CUDA device"
     assert records[0]["baselines"] == [{"port": "sdpa_flash", "verdict": "unsupported", "reason": reason}]
 
 
@@ -278,11 +299,11 @@ def test_what_failed_its_check_is_not_timed(
     fake_port.fault = "delta without dlse"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
-    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"triton": 1.0}))
     assert run(request(rounds=5), CPU) == 1
     out = capsys.readouterr().out
-    assert "fake forward, the CPU, beside SDPA flash" in out
-    assert "fake backward, the CPU, beside" not in out
+    assert "triton forward, the CPU, beside SDPA flash" in out
+    assert "triton backward, the CPU, beside" not in out
 
 
 def test_an_ada_path_is_named_and_other_code_is_refused_on_a_card() -> None:
@@ -295,40 +316,6 @@ def test_an_ada_path_is_named_and_other_code_is_refused_on_a_card() -> None:
     small = Environment(torch.device("cuda", 0), ada, "NVIDIA GeForce RTX 4090")
     assert small.path(small.target("ada")) == "NVIDIA GeForce RTX 4090"
     assert CPU.path(CPU.target("hopper")) == "hopper path on the CPU"
-
-
-@pytest.mark.parametrize("lengths", [(48, 48), (32, 48)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_forced_sdpa_is_the_attention_it_stands_for(lengths: tuple[int, int], causal: bool) -> None:
-    if causal and lengths[0] != lengths[1]:
-        pytest.skip("the lower-right bias needs CUDA's flash")
-    mask = common.Mask.causal() if causal else common.Mask()
-    problem = Problem(2, 4, 2, *lengths, 32, torch.bfloat16, mask)
-    x = make_inputs(problem, InputSpec(), seed=0, device=torch.device("cpu"))
-    with SDPA_FLASH.context():
-        o = SDPA_FLASH.launch_forward(x.q, x.k, x.v, problem)()
-    grads = SDPA_FLASH.launch_backward(x.do, x.q, x.k, x.v, problem)()
-    again = SDPA_FLASH.launch_backward(x.do, x.q, x.k, x.v, problem)()
-    expected = (oracle_forward(x.q, x.k, x.v, problem)[0], *oracle_backward(x.do, None, x.q, x.k, x.v, problem))
-    for ours, true in zip((o, *grads), expected, strict=True):
-        torch.testing.assert_close(ours.double(), true, atol=0.1, rtol=0.02)
-    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), "gradients must not accumulate"
-
-
-@pytest.mark.parametrize(
-    ("problem", "reason"),
-    [
-        (Problem(1, 1, 1, 8, 8, 64, torch.float32), "the problem is fp32"),
-        (Problem(1, 1, 1, 8, 8, 64, mask=common.Mask(left=3, right=0)), "no window"),
-        (Problem(1, 1, 1, 8, 9, 64, mask=common.Mask.causal("top_left")), "no top-left corner"),
-        (Problem(1, 1, 1, 9, 8, 64, mask=common.Mask.causal()), "rows that see no key"),
-        (Problem(1, 1, 1, 8, 9, 64, mask=common.Mask.causal()), None),
-    ],
-)
-def test_sdpa_says_what_it_cannot(problem: Problem, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    told = SDPA_FLASH.unsupported(problem, common.Target.named("ada"))
-    assert told is None if reason is None else reason in str(told)
 
 
 def test_tables_come_as_text_markdown_and_csv() -> None:
@@ -402,12 +389,12 @@ def test_a_timing_that_raises_costs_its_own_row(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
-    stopwatch = Fails({"fake": 1.0})
+    stopwatch = Fails({"triton": 1.0})
     monkeypatch.setattr(jobs, "_stopwatch", lambda device: stopwatch)
     assert run(request(rounds=5), CPU) == 0
     out = capsys.readouterr().out
     assert out.count("not timed: it raised OutOfMemoryError: CUDA out of memory") == 1
-    assert "fake backward, the CPU, beside SDPA flash" in out
+    assert "triton backward, the CPU, beside SDPA flash" in out
 
 
 def test_inputs_that_do_not_fit_cost_their_own_case(

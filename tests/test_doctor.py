@@ -37,7 +37,7 @@ def test_it_tells_what_is_installed_and_what_can_run(tmp_path: Path) -> None:
     assert found["reference"] == ["CPU", ""]
     assert "TRITON_INTERPRET=1" in found["triton"][1]
     assert "compiles" in found["triton"][1]
-    assert found["sdpa_flash (baseline)"] == ["no", "SDPA's flash backend needs a CUDA device"]
+    assert found["sdpa_flash (baseline)"] == ["no", "SDPA flash needs a CUDA device"]
     report = json.loads(path.read_text())
     assert (report["schema"], report["kind"]) == (2, "doctor")
     assert {finding["what"] for finding in report["ports"]} >= set(common.port_names())
@@ -73,7 +73,7 @@ def test_a_port_that_only_compiles_says_why(
     found = rows(capsys.readouterr().out)
     assert found["tilelang"][0] == "compile only"
     assert "its kernels need a CUDA device" in found["tilelang"][1]
-    assert found["cute"] == ["no", "could not be imported: OSError: libcuda.so.1 is missing"]
+    assert found["cute"] == ["no", "the cute port could not be imported: OSError: libcuda.so.1 is missing"]
 
 
 @pytest.mark.parametrize(("written", "advice"), [(False, "not needed yet"), (True, "pip install tilelang")])

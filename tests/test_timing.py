@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from harness.suites import Case, Suite
 from harness.timing import (
     ATTEMPTS,
     Attempt,
+    Contestant,
     CudaStopwatch,
     Launch,
     Round,
@@ -32,8 +34,6 @@ from harness.timing import (
 )
 from harness.trial import Check
 
-from .fakes import FakePort
-
 
 class FakeStopwatch:
     """A device whose launches take what `ms` says, times a clock that all contestants of a round share, and noise."""
@@ -44,8 +44,8 @@ class FakeStopwatch:
         self.rounds, self.clock, self.order = 0, 1.0, []
         self.late: set[str] = set()
 
-    def prepare(self, launches: Mapping[str, Launch]) -> dict[str, float]:
-        return dict.fromkeys(launches, 10.0)
+    def host_us(self, name: str, launch: Launch) -> float:
+        return 10.0
 
     def time(self, name: str, launch: Launch) -> Sample:
         launch()
@@ -58,15 +58,19 @@ class FakeStopwatch:
         return Sensors(sm_mhz=1500, throttled=("power cap",) if self.rounds in self.throttles else ())
 
 
+def nothing(*names: str) -> dict[str, Contestant]:
+    return {name: Contestant(lambda: 0) for name in names}
+
+
 def test_the_same_kernel_twice_is_as_fast_as_itself() -> None:
-    times = measure({"a": lambda: 0, "b": lambda: 0}, FakeStopwatch({"a": 1.0, "b": 1.0}), rounds=40)
+    times = measure(nothing("a", "b"), FakeStopwatch({"a": 1.0, "b": 1.0}), rounds=40)
     ratio = times.speed("a", "b")
     assert ratio.low <= 1 <= ratio.high
     assert ratio.high - ratio.low < 0.2
 
 
 def test_ten_percent_are_seen() -> None:
-    times = measure({"a": lambda: 0, "b": lambda: 0}, FakeStopwatch({"a": 1.0, "b": 1.1}), rounds=60)
+    times = measure(nothing("a", "b"), FakeStopwatch({"a": 1.0, "b": 1.1}), rounds=60)
     ratio = times.speed("a", "b")
     assert 1 < ratio.low < 1.1 < ratio.high
     assert times.speed("b", "a").high < 1
@@ -76,10 +80,10 @@ def test_every_contestant_runs_once_a_round_in_changing_order() -> None:
     stopwatch = FakeStopwatch({"a": 1.0, "b": 1.0, "c": 1.0})
     launched = {"a": 0, "b": 0, "c": 0}
 
-    def launch(name: str) -> Launch:
-        return lambda: launched.update({name: launched[name] + 1})
+    def contestant(name: str) -> Contestant:
+        return Contestant(lambda: launched.update({name: launched[name] + 1}))
 
-    times = measure({name: launch(name) for name in launched}, stopwatch, rounds=20)
+    times = measure({name: contestant(name) for name in launched}, stopwatch, rounds=20)
     assert launched == {"a": 23, "b": 23, "c": 23}  # three rounds are warm-up
     measured = [tuple(stopwatch.order[i : i + 3]) for i in range(9, len(stopwatch.order), 3)]
     assert all(sorted(order) == ["a", "b", "c"] for order in measured)
@@ -88,17 +92,35 @@ def test_every_contestant_runs_once_a_round_in_changing_order() -> None:
     assert times.host_us == {"a": 10.0, "b": 10.0, "c": 10.0}
 
 
+def test_a_launch_is_timed_within_its_own_context_and_nobody_elses() -> None:
+    entered: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def context(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+        entered.remove(name)
+
+    def contestant(name: str) -> Contestant:
+        return Contestant(lambda: seen.append((name, *entered)), lambda: context(name))
+
+    measure({name: contestant(name) for name in "ab"}, FakeStopwatch({"a": 1.0, "b": 1.0}), rounds=4)
+    assert set(seen) == {("a", "a"), ("b", "b")}
+    assert entered == []
+
+
 def test_the_order_is_seeded() -> None:
     orders = []
     for _ in range(2):
         stopwatch = FakeStopwatch({"a": 1.0, "b": 1.0})
-        measure({"a": lambda: 0, "b": lambda: 0}, stopwatch, rounds=10, seed=3)
+        measure(nothing("a", "b"), stopwatch, rounds=10, seed=3)
         orders.append(stopwatch.order)
     assert orders[0] == orders[1]
 
 
 def test_a_round_that_throttled_is_marked_and_kept() -> None:
-    times = measure({"a": lambda: 0}, FakeStopwatch({"a": 1.0}, throttles={2, 5}), rounds=6)
+    times = measure(nothing("a"), FakeStopwatch({"a": 1.0}, throttles={2, 5}), rounds=6)
     assert [r.throttled for r in times.rounds] == [False, True, False, False, True, False]
     assert times.throttled == 2
     assert times.as_record()[1]["sensors"]["throttled"] == ("power cap",)
@@ -151,7 +173,7 @@ def test_a_call_that_is_always_late_is_kept_and_marked() -> None:
 def test_late_samples_are_counted_by_contestant_and_recorded() -> None:
     stopwatch = FakeStopwatch({"a": 1.0, "b": 1.0})
     stopwatch.late = {"b"}
-    times = measure({"a": lambda: 0, "b": lambda: 0}, stopwatch, rounds=5)
+    times = measure(nothing("a", "b"), stopwatch, rounds=5)
     assert (times.late("a"), times.late("b")) == (0, 5)
     rounds = times.as_record()
     assert [r["late"] for r in rounds] == [["b"]] * 5
@@ -171,7 +193,9 @@ def test_a_host_that_stalls_now_and_then_is_not_in_the_samples() -> None:
             time.sleep(0.002)
         x.add_(1)
 
-    times = measure({"steady": lambda: x.add_(1), "stalls": stalls}, CudaStopwatch(device), rounds=30)
+    times = measure(
+        {"steady": Contestant(lambda: x.add_(1)), "stalls": Contestant(stalls)}, CudaStopwatch(device), rounds=30
+    )
     assert times.late("stalls") == 0
     assert max(times.samples("stalls")) < 1.0
     assert times.median("stalls") < 1.5 * times.median("steady")
@@ -180,7 +204,8 @@ def test_a_host_that_stalls_now_and_then_is_not_in_the_samples() -> None:
 @pytest.mark.gpu
 def test_a_launch_that_waits_for_the_device_is_marked() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    times = measure({"waits": lambda: torch.cuda.synchronize(device)}, CudaStopwatch(device), rounds=5)
+    waits = Contestant(lambda: torch.cuda.synchronize(device))
+    times = measure({"waits": waits}, CudaStopwatch(device), rounds=5)
     assert times.late("waits") == 5
 
 
@@ -218,7 +243,7 @@ def a_run(timing: Timing | None, baseline_verdict: str = "pass", untimed: str = 
     baseline = Check("sdpa_flash", *about, baseline_verdict, reason="it has no window")  # type: ignore[arg-type]
     card = Environment(torch.device("cuda", 0), hopper, "NVIDIA H200")
     request = RunRequest(("fake",))
-    session = Session(request, card, Suite("walkthrough", "", True, False, (case,)), ada, [FakePort()])
+    session = Session(request, card, Suite("walkthrough", "", True, False, (case,)), ada, {"fake": None})
     return Run(request, session, results=[Result(case, check, timing, baseline, untimed)])
 
 
