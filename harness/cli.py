@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import UsageError
+from .errors import UsageError, one_of
 from .options import LIMIT_S, TOLERANCE_PERCENT, Directions, Format
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ SuiteOption = Annotated[
 DirectionOption = Annotated[Directions, typer.Option(help="Which direction.")]
 TargetOption = Annotated[str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")]
 OnlyOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")]
+SkipOption = Annotated[str | None, typer.Option(metavar="TEXT", help="No cases with TEXT in name or id.")]
+RoundsOption = Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Go on from these records, also of an interrupted run (FILE.partial)."),
+]
 SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")]
 LimitOption = Annotated[
     float, typer.Option("--time-limit", min=1, metavar="S", help="Seconds that one check or row of timings may take.")
@@ -64,11 +70,13 @@ def run_command(
     direction: DirectionOption = Directions.BOTH,
     target: TargetOption = "native",
     only: OnlyOption = None,
+    skip: SkipOption = None,
     seed: SeedOption = 0,
-    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")] = 40,
+    rounds: RoundsOption = 40,
     timing: Annotated[bool, typer.Option("--timing/--no-timing", help="Time what passed, on a GPU.")] = True,
     time_limit: LimitOption = LIMIT_S,
     isolate: IsolateOption = True,
+    resume: ResumeOption = None,
     json: JsonOption = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
@@ -95,12 +103,14 @@ def run_command(
         directions=direction,
         target=target,
         only=only,
+        skip=skip,
         seed=seed,
         rounds=rounds,
         timed=timing,
         limit_s=time_limit,
         isolated=isolate,
-        json=json,
+        resume=resume,
+        json=_records_file(json, resume),
         form=form,
     )
     raise typer.Exit(_piped(lambda: run(request, here)))
@@ -115,9 +125,11 @@ def matrix_command(
     direction: DirectionOption = Directions.BOTH,
     target: TargetOption = "native",
     only: OnlyOption = None,
+    skip: SkipOption = None,
     seed: SeedOption = 0,
     time_limit: LimitOption = LIMIT_S,
     isolate: IsolateOption = True,
+    resume: ResumeOption = None,
     json: JsonOption = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
@@ -145,17 +157,101 @@ def matrix_command(
         directions=direction,
         target=target,
         only=only,
+        skip=skip,
         seed=seed,
         limit_s=time_limit,
         isolated=isolate,
-        json=json,
+        resume=resume,
+        json=_records_file(json, resume),
         form=form,
     )
     raise typer.Exit(_piped(lambda: matrix(request, here, all_asked=impl is not None)))
 
 
+@app.command("bench", short_help="Time all ports and baselines against each other.")
+def bench_command(
+    impl: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="The ports; a name given twice is timed beside itself.")
+    ] = "triton,tilelang,cute",
+    suite: SuiteOption = "walkthrough",
+    direction: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward, both: both in one launch.")
+    ] = "forward,backward,both",
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME…]",
+            help="sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all of them. "
+            "Speeds are relative to the first.",
+            show_default=False,
+        ),
+    ] = None,
+    target: TargetOption = "native",
+    only: OnlyOption = None,
+    skip: SkipOption = None,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 40,
+    compiles: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Tell what compiling takes, from empty caches.")
+    ] = True,
+    time_limit: LimitOption = LIMIT_S,
+    isolate: IsolateOption = True,
+    resume: ResumeOption = None,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Time all ports and all baselines against each other, after a check of each.
+
+    All contestants of a row are timed by turns, in random order, with a cold L2. A table for each port and direction
+    tells its time, its speed beside the first baseline with the 95 % interval, host time, compile seconds, clocks and
+    throttling; one table across has everybody. A baseline that cannot run is a column that says why.
+
+    Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
+
+    \b
+    Examples:
+      harness bench --suite fa2 --json fa2.jsonl
+      harness bench --impl triton --direction forward --baseline sdpa_flash,fa4
+      harness bench --impl triton,triton --only n1024        (a port beside itself)
+    """
+    here = _prepare()
+    from .baselines import BASELINES
+    from .baselines.protocol import SPANS
+    from .bench import BenchRequest, bench
+
+    spans = tuple(span for name in _names(direction) for span in SPANS if span == name)
+    for name in _names(direction):
+        if name not in SPANS:
+            raise UsageError(one_of("--direction", SPANS, name))
+    request = BenchRequest(
+        impls=tuple(name.strip() for name in impl.split(",")),
+        suite=suite,
+        spans=spans,
+        baselines=tuple(BASELINES) if baseline is None else _names(baseline),
+        target=target,
+        only=only,
+        skip=skip,
+        seed=seed,
+        rounds=rounds,
+        compiles=compiles,
+        limit_s=time_limit,
+        isolated=isolate,
+        resume=resume,
+        json=_records_file(json, resume),
+        form=form,
+    )
+    raise typer.Exit(_piped(lambda: bench(request, here)))
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _records_file(json: Path | None, resume: Path | None) -> Path | None:
+    """Where records go: to the file that is resumed, unless another one is named."""
+    if json is not None or resume is None:
+        return json
+    return resume.with_suffix("") if resume.suffix == ".partial" else resume
 
 
 @app.command("doctor", short_help="What is installed and what can run here.")

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from .bench_tables import path_of
 from .errors import UsageError
 from .options import TOLERANCE_PERCENT, Format
-from .published import path_of
 from .reader import Record, read_records
 from .records import RecordFile, problem_of
 from .schema import VERSION

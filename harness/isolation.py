@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -36,6 +37,10 @@ Result = TypeVar("Result")
 
 class Lost(Exception):
     """A call without a result. Its text says why, as what is to be said of the thing called."""
+
+
+class TimedOut(Lost):
+    """A call that was stopped because it took too long."""
 
 
 class Caller(Protocol):
@@ -66,11 +71,16 @@ class Worker:
     """A process for calls, one at a time.
 
     limit_s: seconds that one call may take. threads: how many threads PyTorch takes there, unless
-    OMP_NUM_THREADS says so already; None for its own choice.
+    OMP_NUM_THREADS says so already; None for its own choice. environment: variables that it has besides ours.
     """
 
-    def __init__(self, limit_s: float = LIMIT_S, threads: int | None = None) -> None:
-        self._limit_s, self._threads = limit_s, threads
+    def __init__(
+        self,
+        limit_s: float = LIMIT_S,
+        threads: int | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._limit_s, self._threads, self._environment = limit_s, threads, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
         self._closed = False
@@ -88,7 +98,7 @@ class Worker:
             self._connection.send_bytes(request)
             if not self._connection.poll(self._limit_s):
                 self._end()
-                raise Lost(f"took longer than {self._limit_s:g} s and was stopped")
+                raise TimedOut(f"took longer than {self._limit_s:g} s and was stopped")
             result, error, usable = self._connection.recv()
         except (EOFError, OSError) as died:
             raise Lost(f"its process {self._fate()}") from died
@@ -109,6 +119,7 @@ class Worker:
     def _start(self) -> None:
         ours, theirs = Pipe()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment |= self._environment
         if self._threads is not None:
             environment.setdefault("OMP_NUM_THREADS", str(self._threads))
         with self._starting:

@@ -6,6 +6,7 @@ calls need of one case, its inputs and its truth, is made once and kept until th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +29,7 @@ from .isolation import Caller, Lost
 from .provenance import sources_hash
 from .suites import Case
 from .timing import Contestant, CudaStopwatch, Timing
-from .trial import Check, Trial, Verdict
+from .trial import Check, Trial, Verdict, wait
 
 PROBE = Problem(batch=1, heads_q=1, heads_kv=1, len_q=16, len_k=16, head_dim=64, dtype=torch.float16)
 
@@ -188,14 +189,52 @@ def disagreements(setting: Setting, names: Sequence[str], case: Case, direction:
     return found
 
 
-def time_row(setting: Setting, names: Sequence[str], case: Case, span: Span, rounds: int) -> Timing:
-    """Times contestants that passed their checks against each other, on the inputs of those checks."""
+@dataclass(frozen=True)
+class TimedRow:
+    """One table row's timing, None when nobody could be timed. dropped: who raised before it began, and how."""
+
+    timing: Timing | None
+    dropped: dict[str, str]
+
+
+def time_row(setting: Setting, names: Sequence[str], case: Case, span: Span, rounds: int) -> TimedRow:
+    """Times contestants that passed their checks against each other, on the inputs of those checks.
+
+    All of them are in memory at once, and one that does not fit beside those before it is dropped.
+    """
     stand = Stand.of(setting, case)
-    trials = {name: stand.new_trial(name) for name in names}  # all of them are needed at once
+    device = setting.environment.device
+    contestants: dict[str, Contestant] = {}
+    dropped: dict[str, str] = {}
     with torch.no_grad():
-        contestants = {name: Contestant(trial.launch(span), trial.context) for name, trial in trials.items()}
-        stopwatch = _stopwatch(setting.environment.device)
-        return timing.measure(contestants, stopwatch, rounds=rounds, seed=setting.seed)
+        for name in names:
+            try:
+                contestants[name] = _ready(stand.new_trial(name), span, device)
+            except Exception as error:  # out of memory, mostly
+                dropped[name] = f"raised {one_line(error)}"
+        timed = (
+            timing.measure(contestants, _stopwatch(device), rounds=rounds, seed=setting.seed) if contestants else None
+        )
+    return TimedRow(timed, dropped)
+
+
+def _ready(trial: Trial, span: Span, device: torch.device) -> Contestant:
+    """A contestant that has run once."""
+    contestant = Contestant(trial.launch(span), trial.context)
+    with contestant.context():
+        contestant.launch()
+        wait(device)
+    return contestant
+
+
+def first_call(setting: Setting, name: str, case: Case, direction: Direction) -> float:
+    """Seconds of a port's first call on a case, which in a new process loads what a cache on disk has."""
+    trial = Stand.of(setting, case).new_trial(name)
+    saved = () if direction == "forward" else trial.launch("forward")()
+    begin = time.perf_counter()
+    trial.calls(direction, saved)()
+    wait(setting.environment.device)
+    return time.perf_counter() - begin
 
 
 @lru_cache(maxsize=1)

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from common import Port, Tile
+from common import Direction, Port, Tile
 
 from . import jobs
 from .checks import NAMES, RULE, place_in_words, tile_in_words
 from .environment import Environment
 from .isolation import Caller, Lost
 from .jobs import Disagreement
-from .records import RecordFile, check_record, disagreement_record
+from .records import RecordFile, check_of, check_record, disagreement_of, disagreement_record
 from .session import INTERRUPTED, Request, Session, complain, status_of
 from .suites import Case
 from .tables import Table, print_tables
@@ -38,6 +38,10 @@ class Row:
     def of(self, port: str) -> list[Check]:
         """The checks of a port, by direction."""
         return [check for check in self.checks if check.port == port]
+
+    def comparable(self, direction: Direction) -> list[str]:
+        """The ports whose results are of the right form, also when they are wrong: that is where one looks."""
+        return [check.port for check in self.checks if check.direction == direction and check.tensors]
 
     def tile(self, port: str, tensor: str) -> Tile | None:
         """The tile that the port computed a tensor with."""
@@ -73,17 +77,40 @@ def matrix(
 
 
 def _row(session: Session, caller: Caller, case: Case) -> Row:
+    earlier = _earlier(session, case)
+    if earlier is not None:
+        return earlier
     checks = [check for name in session.ports for check in session.check(caller, name, case)]
     row = Row(case, checks)
     for direction in session.request.each:
-        # What is of the right form can be compared, also when it is wrong: that is where one looks.
-        names = [check.port for check in checks if check.direction == direction and check.tensors]
+        names = row.comparable(direction)
         if len(names) < 2:
             continue
         try:
             row.apart += caller.call(jobs.disagreements, session.setting, names, case, direction)
         except Lost as lost:
             row.lost.append(f"{direction}: {' and '.join(names)} were not compared: one {lost}")
+    return row
+
+
+def _earlier(session: Session, case: Case) -> Row | None:
+    """The row of a case in the file to resume, unless something of it is missing there."""
+    records = session.earlier(case)
+    checks = {(r["port"], r["direction"]): r for r in records if r["kind"] == "check"}
+    wanted = [(name, direction) for name in session.ports for direction in session.request.each]
+    if not all(key in checks for key in wanted):
+        return None
+    row = Row(case, [check_of(checks[key]) for key in wanted])
+    known = {(*r["ports"], r["tensor"]): disagreement_of(r) for r in records if r["kind"] == "disagreement"}
+    pairs = [
+        (a, b, tensor)
+        for direction in session.request.each
+        for a, b in combinations(row.comparable(direction), 2)
+        for tensor in NAMES[direction]
+    ]
+    if not all(pair in known for pair in pairs):
+        return None
+    row.apart = [known[pair] for pair in pairs]
     return row
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import common
 
-from .baselines import BASELINES
-from .environment import path_title
+from .bench_tables import across_tables, grouped, path_of, title_of
 from .errors import UsageError
+from .jobs import own_name
 from .provenance import ROOT, folder_hash
 from .reader import Record, read_records
 from .records import problem_of
@@ -27,33 +27,30 @@ _BLOCK = re.compile(r"(<!-- records: (\S+) -->\n).*?(<!-- /records -->)", re.DOT
 
 
 def record_tables(records: Iterable[Record]) -> list[Table]:
-    """One table for each port, direction and path of the timed records, beside the baseline they were timed with."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        if record["samples"]:
-            groups.setdefault((record["port"], record["direction"], path_of(record)), []).append(record)
-    return [_table(*key, rows) for key, rows in groups.items()]
+    """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
+
+    And of a bench, in which several ports or baselines were timed together, one across for each direction and path.
+    """
+    timed = [record for record in records if record["samples"]]
+    tables = [_table(rows) for rows in grouped(timed, "port").values()]
+    if any(len(record["samples"][0]["ms"]) > 2 for record in timed):
+        tables += across_tables(timed, {})
+    return tables
 
 
-def path_of(record: Record) -> str:
-    """Whose code path ran on which card."""
-    card, sm = record["provenance"]["card"] or "the CPU", record["provenance"]["sm"]
-    target = record["target"]
-    return path_title(target["name"], own=target["sm"].removesuffix("a") == sm, where=card)
-
-
-def _table(port: str, direction: str, path: str, records: list[Record]) -> Table:
+def _table(records: list[Record]) -> Table:
+    first = records[0]
+    port = first["port"]
     baseline = next((b["port"] for record in records for b in record["baselines"]), None)
-    theirs = BASELINES[baseline].title if baseline in BASELINES else baseline or "–"
+    theirs = title_of(baseline) if baseline else "–"
     table = Table(
-        f"{port} {direction}, {path}",
+        f"{port} {first['direction']}, {path_of(first)}",
         ("B,H,D", "dtype", "N", "mask", f"{port} ms", f"{theirs} ms", f"{port} TF/s", f"{theirs} TF/s",
          f"% of {theirs}", "95 %", "check"),
         labels=4,
     )  # fmt: skip
     for record in records:
         table.add(*_cells(record, port, baseline))
-    first = records[0]
     facts, packages = first["provenance"], first["provenance"]["packages"]
     commit = (facts["git"]["commit"] or "unknown")[:10]
     table.notes.append(
@@ -67,7 +64,7 @@ def _table(port: str, direction: str, path: str, records: list[Record]) -> Table
                 f"{record['problem']['id']}: {timing.late(name)} of {len(timing.rounds)} samples of {name} may hold "
                 "host time."
             )
-    if any(record["sources"] != folder_hash(ROOT / common.port_package(port)) for record in records):
+    if any(record["sources"] != folder_hash(ROOT / common.port_package(own_name(port))) for record in records):
         table.notes.append(f"The sources of {port} or of `common` have changed since this was measured.")
     return table
 

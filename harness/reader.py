@@ -63,4 +63,6 @@ def _from_version_1(record: Record) -> Record:
         "kind": "check",
         "baselines": [] if baseline is None else [baseline | {"reason": ""}],
         "samples": None if samples is None else [{"late": []} | sample for sample in samples],
+        "untimed": "",
+        "compile_s": None,
     }

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from common import DTYPE_NAMES, Mask, Problem, Switches, Target, Tile
 
 from .baselines.protocol import bytes_of, flops_of
+from .checks import TensorCheck, Worst
 from .errors import UsageError
 from .inputs import InputSpec
 from .jobs import Disagreement
@@ -129,6 +130,11 @@ def tile_fields(tile: Tile | None) -> dict[str, Any] | None:
     return fields | dict(tile.extra)
 
 
+def tile_of(fields: dict[str, int] | None) -> Tile | None:
+    """The tile that `tile_fields` gave."""
+    return None if fields is None else Tile.parse(fields)
+
+
 def switches_fields(switches: Switches) -> dict[str, bool]:
     """The switches, fit for JSON."""
     return asdict(switches)
@@ -172,12 +178,15 @@ def check_record(
     sources: str | None,
     facts: dict[str, Any],
     timing: Timing | None = None,
+    untimed: str = "",
     baselines: Sequence[Check] = (),
+    compile_s: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """The record of one check, and of the timing that it allowed.
 
-    sources: the hash of the port's sources. facts: `harness.provenance.provenance`. baselines: the checks of what it
-    was to be timed beside; speeds are relative to the first.
+    sources: the hash of the port's sources. facts: `harness.provenance.provenance`. untimed: why there is no timing
+    although it was asked for. baselines: the checks of what it was to be timed beside; speeds are relative to the
+    first. compile_s: seconds of the first call, `cold` with empty caches and `warm` in a process that finds them full.
     """
     return {
         "schema": VERSION,
@@ -207,11 +216,51 @@ def check_record(
             for t in check.tensors
         },
         "first_calls_s": list(check.seconds),
+        "compile_s": compile_s,
         "baselines": [{"port": b.port, "verdict": b.verdict, "reason": b.reason} for b in baselines],
         "samples": None if timing is None else timing.as_record(),
         "host_us": None if timing is None else timing.host_us,
+        "untimed": untimed,
         "flops": flops_of(check.problem, check.direction),
         "bytes": bytes_of(check.problem, check.direction),
         "sources": sources,
         "provenance": facts,
     }
+
+
+def check_of(record: dict[str, Any]) -> Check:
+    """The check that `check_record` gave."""
+    return Check(
+        port=record["port"],
+        problem=problem_of(record["problem"]),
+        direction=record["direction"],
+        target=Target.named(record["target"]["name"]),
+        tile=tile_of(record["tile"]),
+        switches=Switches(**record["switches"]),
+        verdict=record["verdict"],
+        tensors=tuple(_tensor_of(name, fields) for name, fields in record["errors"].items()),
+        faults=tuple(record["faults"]),
+        reason=record["reason"],
+        seconds=tuple(record["first_calls_s"]),
+    )
+
+
+def _tensor_of(name: str, fields: dict[str, Any]) -> TensorCheck:
+    worst = fields["worst"]
+    place = None if worst is None else Worst(tuple(worst["index"]), float(worst["value"]), float(worst["oracle"]))
+    error, allowed, naive, floor = (float(fields[key]) for key in ("error", "allowed", "naive", "floor"))
+    return TensorCheck(name, error, allowed, naive, floor, place)
+
+
+def timing_of(record: dict[str, Any]) -> Timing | None:
+    """The timing of a record of a check."""
+    return Timing.of_record(record["samples"], record["host_us"]) if record["samples"] else None
+
+
+def disagreement_of(record: dict[str, Any]) -> Disagreement:
+    """The disagreement that `disagreement_record` gave."""
+    a, b = record["ports"]
+    x, y = (float(value) for value in record["values"])
+    place = None if record["index"] is None else tuple(record["index"])
+    units, difference = float(record["units"]), float(record["difference"])
+    return Disagreement(record["direction"], record["tensor"], (a, b), units, difference, place, (x, y))

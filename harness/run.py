@@ -19,7 +19,8 @@ from .checks import NAMES, RULE
 from .environment import Environment
 from .isolation import Caller, Lost
 from .options import Format
-from .records import RecordFile, check_record
+from .reader import Record
+from .records import RecordFile, check_of, check_record, timing_of
 from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, progress, status_of
 from .suites import Case
 from .tables import Table, print_tables, problem_cells
@@ -75,6 +76,7 @@ class Run:
             sources=self.session.ports[result.check.port],
             **self.session.about(result.case),
             timing=result.timing,
+            untimed=result.untimed,
             baselines=[] if result.baseline is None else [result.baseline],
         )
         self.records.write(record)
@@ -123,6 +125,9 @@ def _run(this: Run) -> None:
 def _check_all(this: Run) -> None:
     def check_case(caller: Caller, case: Case) -> list[Result]:
         """The checks of all ports on one case, and of the baseline when timings are to follow."""
+        earlier = _earlier(this, case)
+        if earlier:
+            return earlier
         results = [
             Result(case, check) for name in this.session.ports for check in this.session.check(caller, name, case)
         ]
@@ -139,10 +144,30 @@ def _check_all(this: Run) -> None:
                 this.write(result)
 
 
+def _earlier(this: Run, case: Case) -> list[Result]:
+    """The results of a case in the file to resume; none unless all that is to be known of the case is there."""
+    records = {(r["port"], r["direction"]): r for r in this.session.earlier(case) if r["kind"] == "check"}
+    wanted = [(name, direction) for name in this.session.ports for direction in this.request.each]
+    if not all(key in records for key in wanted):
+        return []
+    results = [_result_of(case, records[key]) for key in wanted]
+    done = all(r.timing or r.untimed for r in results if r.check.verdict == "pass") or not this.is_timed
+    return results if done else []
+
+
+def _result_of(case: Case, record: Record) -> Result:
+    check = check_of(record)
+    beside = None
+    for b in record["baselines"]:
+        about = (check.problem, check.direction, check.target, None, check.switches)
+        beside = Check(b["port"], *about, b["verdict"], reason=b["reason"])
+    return Result(case, check, timing_of(record), beside, record["untimed"])
+
+
 def _time_all(this: Run) -> None:
     rows: dict[tuple[int, Span], list[Result]] = {}  # all contestants of a row are timed together
     for result in this.results:
-        if result.check.verdict == "pass":
+        if result.check.verdict == "pass" and result.timing is None:
             rows.setdefault((id(result.case), result.check.direction), []).append(result)
     with progress("timing", len(rows)) as begin:
         for results in rows.values():
@@ -154,13 +179,16 @@ def _time_all(this: Run) -> None:
             rivals = [baseline.port] if baseline is not None and baseline.verdict == "pass" else []
             arguments = (this.session.setting, [*ports, *rivals], case, check.direction, this.request.rounds)
             try:
-                timed = this.session.callers[0].call(jobs.time_row, *arguments)
-            except Lost as lost:  # it ran out of memory, say: it costs its own row
+                row = this.session.callers[0].call(jobs.time_row, *arguments)
+            except Lost as lost:  # it costs its own row
                 for result in results:
                     result.untimed = f"not timed: it {lost}"
                 continue
             for result in results:
-                result.timing = timed
+                if result.check.port in row.dropped:
+                    result.untimed = f"not timed: it {row.dropped[result.check.port]}"
+                else:
+                    result.timing = row.timing
                 this.write(result)
 
 

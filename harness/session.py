@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -22,13 +24,16 @@ from common import Direction, Port, Switches, Target
 from . import jobs
 from .environment import Environment
 from .errors import UsageError, one_of
-from .isolation import Caller, Here, Lost, Worker
+from .isolation import Caller, Here, Lost, TimedOut, Worker
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance
+from .reader import Record, read_records
+from .records import problem_fields
 from .suites import Case, Suite, load_suite
 from .trial import Check, Verdict
 
 OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
+GIVE_UP_AFTER = 3  # checks of one contestant that took too long, in a row
 WORKERS_MOST = 4  # on a CPU; each takes about 1 GB
 
 EACH: dict[Directions, tuple[Direction, ...]] = {
@@ -55,6 +60,8 @@ class Request:
     form: Format = Format.TEXT
     limit_s: float = LIMIT_S
     isolated: bool = True
+    skip: str | None = None
+    resume: Path | None = None
 
     @property
     def each(self) -> tuple[Direction, ...]:
@@ -75,15 +82,23 @@ class Session:
     missing: dict[str, str] = field(default_factory=dict)
     callers: list[Caller] = field(default_factory=list)
     open_port: Callable[[str], Port] = jobs.open_port
+    variables: Mapping[str, str] = field(default_factory=dict)
+    _earlier: list[Record] = field(default_factory=list)
+    _hung: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     @contextmanager
     def open(
-        cls, request: Request, here: Environment, open_port: Callable[[str], Port] = jobs.open_port
+        cls,
+        request: Request,
+        here: Environment,
+        open_port: Callable[[str], Port] = jobs.open_port,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[Session]:
         """A session with the ports of the request that can run here; its workers end with it.
 
-        open_port: where ports come from, by name. Raises UsageError for what can be told before anything runs.
+        open_port: where ports come from, by name. variables: of the workers' environment. Raises UsageError for what
+        can be told before anything runs.
         """
         for name in request.impls:
             if name not in common.port_names():
@@ -92,7 +107,11 @@ class Session:
         suite = load_suite(request.suite, small=not here.has_gpu)
         if request.only:
             suite = suite.only(request.only)
-        session = cls(request, here, suite, target, open_port=open_port)
+        if request.skip:
+            suite = suite.without(request.skip)
+        session = cls(request, here, suite, target, open_port=open_port, variables=variables)
+        if request.resume is not None:
+            session._earlier = read_records(request.resume, ("check", "disagreement"))
         session.callers = session._make_callers()
         try:
             session._open_ports()
@@ -121,7 +140,7 @@ class Session:
         if not self.request.isolated:
             return [Here()]
         if self.environment.has_gpu:
-            return [Worker(self.request.limit_s)]
+            return [Worker(self.request.limit_s, environment=self.variables)]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = min(cores, WORKERS_MOST, len(self.suite.cases))
         return [Worker(self.request.limit_s, threads=max(1, cores // count)) for _ in range(count)]
@@ -147,18 +166,46 @@ class Session:
         return reason and f"the {name} port cannot run here: {reason}"
 
     def check(self, caller: Caller, name: str, case: Case) -> Iterator[Check]:
-        """The checks of a contestant on a case, by direction."""
+        """The checks of a contestant on a case, by direction. One that hangs case after case is no longer called."""
         failed = False
         for direction in self.request.each:
             about = (name, case.problem, direction, self.target, None, Switches())
             if failed:
                 yield Check(*about, "fail", reason="not run: the forward it starts from failed")
                 continue
+            if self._hung[name] >= GIVE_UP_AFTER:
+                yield Check(*about, "fail", reason=f"not run: the {GIVE_UP_AFTER} checks before it took too long")
+                continue
             try:
                 yield caller.call(jobs.check, self.setting, name, case, direction)
+                self._hung[name] = 0
             except Lost as lost:
                 failed = True
+                self._hung[name] += isinstance(lost, TimedOut)
                 yield Check(*about, "fail", reason=str(lost))
+
+    def earlier(self, case: Case) -> list[Record]:
+        """The records of the case in the file to resume, as far as they are of these ports, this card and these
+        packages, made of the sources that are here."""
+        return [record for record in self._earlier if self._is_ours(record, case)]
+
+    def _is_ours(self, record: Record, case: Case) -> bool:
+        about = {
+            "suite": self.suite.name,
+            "case": case.id,
+            "problem": problem_fields(case.problem),
+            "inputs": asdict(case.inputs),
+            "seed": self.request.seed,
+            "target": {"name": self.target.name, "sm": self.target.sm},
+        }
+        made_by = ("device", "card", "driver", "cuda", "packages", "interpreted")
+        names = record["ports"] if record["kind"] == "disagreement" else [record["port"]]
+        hashes = record["sources"] if record["kind"] == "disagreement" else {record["port"]: record["sources"]}
+        return (
+            all(record[key] == value for key, value in about.items())
+            and all(record["provenance"][key] == self.facts[key] for key in made_by)
+            and all(hashes[name] == self.ports.get(jobs.own_name(name)) is not None for name in names)
+        )
 
     def for_each_case(self, what: str, function: Callable[[Caller, Case], Outcome]) -> Iterator[tuple[Case, Outcome]]:
         """What the function gives for each case of the suite, in the suite's order, with a progress bar."""

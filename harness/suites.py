@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -75,7 +75,14 @@ class Suite:
         if not cases:
             names = ", ".join(dict.fromkeys(case.id for case in self.cases))
             raise UsageError(f"--only {text!r} matches no problem of the suite {self.name}; its cases are {names}")
-        return Suite(self.name, self.about, self.timed, self.small, cases)
+        return replace(self, cases=cases)
+
+    def without(self, text: str) -> Suite:
+        """The cases that do not match. Raises UsageError when there is none."""
+        cases = tuple(case for case in self.cases if not case.matches(text))
+        if not cases:
+            raise UsageError(f"--skip {text!r} matches every problem of the suite {self.name} that is left")
+        return replace(self, cases=cases)
 
 
 def suite_names() -> list[str]:

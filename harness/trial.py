@@ -100,11 +100,11 @@ def _call(function: Callable[[], Tensors], inputs: dict[str, torch.Tensor]) -> _
     """Calls a port with poisoned and guarded buffers, and reports what it wrote that it should not have."""
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     device = next(iter(inputs.values())).device
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     with GuardedBuffers() as guard:
         outputs = tuple(function())
-        _wait(device)
+        wait(device)
     seconds = time.perf_counter() - start
     faults = guard.faults()
     faults += [f"changed its input {name}" for name, tensor in inputs.items() if not _same_bits(tensor, before[name])]
@@ -112,7 +112,8 @@ def _call(function: Callable[[], Tensors], inputs: dict[str, torch.Tensor]) -> _
     return _Call(outputs, faults, seconds, unguarded)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Blocks until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -215,12 +216,16 @@ class Trial:
         """What a timing launches, within `context`: the calls that were checked. For the backward, runs the forward."""
         if isinstance(self._port, Baseline):
             return self._port.launch(span, self._inputs, self._problem)
-        forward = self._calls("forward", self._inputs)
+        forward = self.calls("forward")
         if span == "forward":
             return forward
         if span == "both":
-            return lambda: self._calls("backward", self._inputs, forward())()
-        return self._calls("backward", self._inputs, forward())
+            return lambda: self.calls("backward", forward())()
+        return self.calls("backward", forward())
+
+    def calls(self, direction: Direction, saved: Tensors = ()) -> Callable[[], Tensors]:
+        """The call of one direction. saved: what the forward returned, for the backward."""
+        return self._calls(direction, self._inputs, saved)
 
     def context(self) -> AbstractContextManager:
         """What has to be entered around the launches."""

@@ -156,7 +156,7 @@ sys.meta_path.insert(0, Crash())
     assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["run", "matrix", "compare", "tables", "doctor"])
+@pytest.mark.parametrize("command", ["run", "matrix", "bench", "compare", "tables", "doctor"])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])
@@ -291,6 +291,18 @@ def test_what_passed_is_timed_and_recorded_with_its_samples(
     assert records[0]["samples"][0]["sensors"]["sm_mhz"] == 1500
     reason = "SDPA flash needs a CUDA device"
     assert records[0]["baselines"] == [{"port": "sdpa_flash", "verdict": "unsupported", "reason": reason}]
+
+
+def test_a_run_goes_on_from_records(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, again = tmp_path / "x.jsonl", tmp_path / "y.jsonl"
+    assert run(request(json=whole), CPU) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr(jobs, "check", None)
+    assert run(request(json=again, resume=whole), CPU) == 0
+    assert capsys.readouterr().out == first
+    assert again.read_text() == whole.read_text()
 
 
 def test_what_failed_its_check_is_not_timed(

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,15 +32,20 @@ MAY_IMPORT = {"common": set(), "reference": {"common"}, "harness": {"common", "r
 PACKAGES = sorted(name for name in MAY_IMPORT if (ROOT / name).is_dir())
 
 
-def fresh(code: str, *, interpret: bool = False, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs Python code in a new process at the root of the repository; it must end with that status."""
+def fresh(code: str, *, interpret: bool = False, status: int = 0, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs Python code in a new process at the root of the repository; it must end with that status.
+
+    first: code that every Python process runs before anything else, those that this one starts among them.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"}
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(first)
+        environment["PYTHONPATH"] = os.pathsep.join((folder, str(ROOT)))
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == status, f"ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done
 
@@ -155,9 +161,9 @@ finally:
         if module.name != "__main__":
             importlib.import_module(f"harness.{module.name}")
 """
-    alone = fresh(blocking(package) + code.replace("IMPL", repr("reference")))
+    alone = fresh(code.replace("IMPL", repr("reference")), first=blocking(package))
     assert "reference" in alone.stdout
-    both = fresh(blocking(package) + code.replace("IMPL", repr(f"reference,{name}")), status=2)
+    both = fresh(code.replace("IMPL", repr(f"reference,{name}")), status=2, first=blocking(package))
     assert ports_without(package)[name] in both.stderr
     assert "reference" in both.stdout
 

@@ -18,10 +18,11 @@ import torch
 
 from common import Port
 from harness.environment import CPU, prepare
-from harness.isolation import Lost, Worker
+from harness.isolation import Lost, TimedOut, Worker
 from harness.jobs import Setting, Stand
 from harness.run import RunRequest, run
-from harness.suites import load_suite
+from harness.session import GIVE_UP_AFTER, Session
+from harness.suites import Suite, load_suite
 
 from . import unruly
 
@@ -134,6 +135,26 @@ def test_a_backward_that_is_lost_leaves_its_forward(
         ("top_left", "forward"): "pass",
         ("top_left", "backward"): reason,
     }
+
+
+def test_a_port_that_hangs_case_after_case_is_given_up() -> None:
+    class Hanging:
+        calls = 0
+
+        def call(self, *arguments: object) -> None:
+            self.calls += 1
+            raise TimedOut("took longer than 300 s and was stopped")
+
+    cases = load_suite("quick", small=True).cases[: GIVE_UP_AFTER + 2]
+    session = Session(RunRequest(("reference",)), CPU, Suite("quick", "", True, True, cases), CPU.native)
+    hanging = Hanging()
+    checks = [list(session.check(hanging, "reference", case)) for case in cases]  # type: ignore[arg-type]
+    assert hanging.calls == GIVE_UP_AFTER
+    assert [forward.reason for forward, _ in checks] == [
+        *["took longer than 300 s and was stopped"] * GIVE_UP_AFTER,
+        *["not run: the 3 checks before it took too long"] * 2,
+    ]
+    assert {check.verdict for both in checks for check in both} == {"fail"}
 
 
 @pytest.mark.gpu

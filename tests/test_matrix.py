@@ -153,3 +153,12 @@ def test_the_command_takes_all_ports_by_default(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as stop:
         main(["matrix", "--impl", "reference,nothing"])
     assert stop.value.code == 2
+
+
+def test_it_goes_on_from_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, again = tmp_path / "x.jsonl", tmp_path / "y.jsonl"
+    assert matrix(request("reference", "triton", json=whole), CPU, all_asked=True, open_port=ports()) == 0
+    monkeypatch.setattr("harness.jobs.check", None)
+    resumed = request("reference", "triton", json=again, resume=whole)
+    assert matrix(resumed, CPU, all_asked=True, open_port=ports()) == 0
+    assert again.read_text() == whole.read_text()

@@ -1,0 +1,201 @@
+"""The tables of a bench, made of its records: one for each port and direction, one across, and a port beside itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from .baselines import BASELINES
+from .environment import path_title
+from .jobs import own_name
+from .reader import Record
+from .records import problem_of, tile_of, timing_of
+from .tables import Table, problem_cells
+from .timing import FLOP_CONVENTION, Timing
+
+SPAN_WORDS = {"forward": "forward", "backward": "backward", "both": "forward and backward in one launch"}
+
+
+def path_of(record: Record) -> str:
+    """Whose code path ran on which card."""
+    card, sm = record["provenance"]["card"] or "the CPU", record["provenance"]["sm"]
+    target = record["target"]
+    return path_title(target["name"], own=target["sm"].removesuffix("a") == sm, where=card)
+
+
+def title_of(name: str) -> str:
+    """A port's or baseline's name for people."""
+    return BASELINES[name].title if name in BASELINES else name
+
+
+def bench_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list[Table]:
+    """The tables. missing: the reasons of the ports that could not run, by name."""
+    tables = [_port_table(rows) for rows in grouped(records, "port").values()]
+    tables += across_tables(records, missing)
+    tables += _beside_itself(records)
+    return tables
+
+
+def grouped(records: Iterable[Record], *more: str) -> dict[tuple[str, ...], list[Record]]:
+    """The records by direction and path, and by these fields before."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        key = (*(record[name] for name in more), record["direction"], path_of(record))
+        groups.setdefault(key, []).append(record)
+    return groups
+
+
+def _port_table(records: Sequence[Record]) -> Table:
+    first = records[0]
+    port, beside = first["port"], first["baselines"][0]["port"] if first["baselines"] else None
+    theirs = title_of(beside) if beside else "–"
+    table = Table(
+        f"{port} {SPAN_WORDS[first['direction']]}, {path_of(first)}",
+        (
+            *("B,H,D", "dtype", "N", "mask", "tile", "ms", "TF/s", f"% of {theirs}", "95 %", "host µs"),
+            *("cold s", "warm s", "MHz", "W", "throttled", "check"),
+        ),
+        labels=5,
+    )
+    for record in records:
+        table.add(*_port_cells(record, beside))
+        table.notes += _complaints(record)
+    for baseline in first["baselines"]:
+        reasons = {
+            b["reason"] for r in records for b in r["baselines"] if b["port"] == baseline["port"] and b["reason"]
+        }
+        table.notes += [f"{title_of(baseline['port'])}: {reason}" for reason in sorted(reasons)]
+    table.notes += _provenance(records)
+    table.notes.append(
+        "host µs: until the call returns. cold s: the first call, compiled into empty caches; warm s: the first call "
+        "of another process, which finds them full. A row whose kernels an earlier row brought shows less of both."
+    )
+    return table
+
+
+def _port_cells(record: Record, beside: str | None) -> tuple[str, ...]:
+    times, port = timing_of(record), record["port"]
+    compiled = record["compile_s"]
+    seconds = ("–", "–") if compiled is None else (f"{compiled['cold']:.2f}", f"{compiled['warm']:.2f}")
+    about = *problem_cells(problem_of(record["problem"])), str(tile_of(record["tile"]) or "–")
+    if times is None:
+        return *about, *["–"] * 5, *seconds, *["–"] * 3, _verdict(record)
+    ms = times.median(port)
+    percent, interval = "–", "–"
+    if beside in times.host_us:
+        percent, interval = _ratio_cells(times, port, beside)
+    sensors = [r.sensors for r in times.rounds]
+    clock, power = (_median(x) for x in ([s.sm_mhz for s in sensors], [s.power_w for s in sensors]))
+    figures = f"{ms:.4f}", f"{record['flops'] / 1e9 / ms:.1f}", percent, interval, f"{times.host_us[port]:.0f}"
+    return *about, *figures, *seconds, clock, power, f"{times.throttled}/{len(times.rounds)}", _verdict(record)
+
+
+def _ratio_cells(times: Timing, port: str, beside: str) -> tuple[str, str]:
+    ratio = times.speed(port, beside)
+    return f"{100 * ratio.value:.1f}", f"{100 * ratio.low:.1f}–{100 * ratio.high:.1f}"
+
+
+def _median(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{np.median(known):.0f}" if known else "–"
+
+
+def _verdict(record: Record) -> str:
+    if record["verdict"] == "pass":
+        return f"pass, not timed: {record['untimed']}" if record["untimed"] else "pass"
+    why = record["reason"] or "; ".join(record["faults"])
+    if record["verdict"] == "unsupported":
+        return why
+    return f"FAIL: {why}" if why else "FAIL"
+
+
+def _complaints(record: Record) -> list[str]:
+    """What is to be said of one row beside its figures."""
+    times, name = timing_of(record), record["problem"]["id"]
+    if times is None:
+        return []
+    notes = []
+    if times.throttled:
+        reasons = sorted({reason for r in times.rounds for reason in r.sensors.throttled})
+        notes.append(f"{name}: {times.throttled} of {len(times.rounds)} rounds throttled ({', '.join(reasons)})")
+    own = {record["port"], *(b["port"] for b in record["baselines"])} & set(times.host_us)
+    notes += [
+        f"{name}: {times.late(who)} of {len(times.rounds)} samples of {who} may hold host time"
+        for who in sorted(own)
+        if times.late(who)
+    ]
+    return notes + sorted({r.sensors.note for r in times.rounds} - {""})
+
+
+def _provenance(records: Sequence[Record]) -> list[str]:
+    facts = records[0]["provenance"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    commit = (facts["git"]["commit"] or "unknown")[:10]
+    return [f"{facts['card']}, driver {facts['driver']}, {versions}, commit {commit}. {FLOP_CONVENTION}"]
+
+
+def across_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list[Table]:
+    """One table a direction: TFLOP/s of every contestant beside its verdict; who cannot run is a column of reasons."""
+    tables = []
+    for (direction, path), members in grouped(records).items():
+        ports = list(dict.fromkeys([*(r["port"] for r in members), *missing]))
+        rivals = list(dict.fromkeys(b["port"] for r in members for b in r["baselines"]))
+        rows: dict[tuple[str, str], dict[str, Record]] = {}
+        for record in members:
+            rows.setdefault((record["case"], record["problem"]["id"]), {})[record["port"]] = record
+        table = Table(
+            f"All {SPAN_WORDS[direction]}, {path}: TFLOP/s, and the verdict of the check",
+            ("B,H,D", "dtype", "N", "mask", *map(title_of, (*ports, *rivals))),
+            labels=4,
+        )
+        said: dict[str, str] = {}  # a reason is said once a column, not in each of its cells
+        for row in rows.values():
+            some = next(iter(row.values()))
+            cells = {name: _across_cell(name, row, missing) for name in (*ports, *rivals)}
+            shown = ("–" if said.get(name) == cell else cell for name, cell in cells.items())
+            table.add(*problem_cells(problem_of(some["problem"])), *shown)
+            said = {name: cell for name, cell in cells.items() if not cell[0].isdigit()}
+        table.notes += _provenance(members)
+        tables.append(table)
+    return tables
+
+
+def _across_cell(name: str, row: Mapping[str, Record], missing: Mapping[str, str]) -> str:
+    """TFLOP/s and the verdict, or why there are none."""
+    if name in missing:
+        return missing[name]
+    some = next(iter(row.values()))
+    times = next((times for times in map(timing_of, row.values()) if times is not None), None)
+    if times is not None and name in times.host_us:
+        return f"{some['flops'] / 1e9 / times.median(name):.1f} pass"
+    if name in row:
+        return _verdict(row[name])
+    if name in BASELINES:
+        beside = next(b for b in some["baselines"] if b["port"] == name)
+        return f"FAIL: {beside['reason']}" if beside["verdict"] == "fail" else beside["reason"] or beside["verdict"]
+    return "–"
+
+
+def _beside_itself(records: Sequence[Record]) -> list[Table]:
+    """Of a port that was timed twice: the ratio of the two, whose interval should contain 100 %."""
+    twice = [record for record in records if own_name(record["port"]) != record["port"] and record["samples"]]
+    if not twice:
+        return []
+    table = Table(
+        f"A port beside itself, {path_of(twice[0])}: the difference that is none",
+        ("contestant", "direction", "B,H,D", "dtype", "N", "mask", "% of itself", "95 %", "contains 100"),
+        labels=6,
+    )
+    inside = 0
+    for record in twice:
+        times, port = timing_of(record), record["port"]
+        if times is None or own_name(port) not in times.host_us:
+            continue
+        ratio = times.speed(port, own_name(port))
+        contains = ratio.low <= 1 <= ratio.high
+        inside += contains
+        about = port, record["direction"], *problem_cells(problem_of(record["problem"]))
+        table.add(*about, *_ratio_cells(times, port, own_name(port)), "yes" if contains else "no")
+    table.notes.append(f"{inside} of {len(table.rows)} intervals contain 100 %; of 95 % intervals one in 20 does not.")
+    return [table]
