@@ -181,8 +181,10 @@ def _time(this: Bench, caller: Caller, case: Case, span: Span, contestants: dict
 
 
 def _of_row(check: Check, row: TimedRow) -> Check:
-    """A baseline's check, with the reason why it was not timed although it passed."""
-    return replace(check, reason=f"not timed, it {row.dropped[check.port]}") if check.port in row.dropped else check
+    """A baseline's check, with the reason why it has no time."""
+    if check.port in row.dropped:
+        return replace(check, reason=f"not timed, it {row.dropped[check.port]}")
+    return replace(check, reason=check.reason or "".join(check.complaints()[:1]))
 
 
 def _warm(this: Bench, case: Case, check: Check) -> float | None:

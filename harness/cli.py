@@ -17,6 +17,7 @@ from .errors import UsageError, one_of
 from .options import LIMIT_S, TOLERANCE_PERCENT, Directions, Format
 
 if TYPE_CHECKING:
+    from .baselines.protocol import Span
     from .environment import Environment
 
 USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -54,6 +55,20 @@ LimitOption = Annotated[
 IsolateOption = Annotated[
     bool,
     typer.Option("--isolate/--no-isolate", help="Launch kernels in a process apart, or in this one, for debuggers."),
+]
+
+
+SpansOption = Annotated[
+    str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward, both: both is one launch of the two.")
+]
+BaselineOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[,NAME…]",
+        help="sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all. Speeds are "
+        "relative to the first.",
+        show_default=False,
+    ),
 ]
 
 
@@ -174,18 +189,8 @@ def bench_command(
         str, typer.Option(metavar="NAME[,NAME…]", help="The ports; a name given twice is timed beside itself.")
     ] = "triton,tilelang,cute",
     suite: SuiteOption = "walkthrough",
-    direction: Annotated[
-        str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward, both: both in one launch.")
-    ] = "forward,backward,both",
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[,NAME…]",
-            help="sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all of them. "
-            "Speeds are relative to the first.",
-            show_default=False,
-        ),
-    ] = None,
+    direction: SpansOption = "forward,backward,both",
+    baseline: BaselineOption = None,
     target: TargetOption = "native",
     only: OnlyOption = None,
     skip: SkipOption = None,
@@ -216,17 +221,12 @@ def bench_command(
     """
     here = _prepare()
     from .baselines import BASELINES
-    from .baselines.protocol import SPANS
     from .bench import BenchRequest, bench
 
-    spans = tuple(span for name in _names(direction) for span in SPANS if span == name)
-    for name in _names(direction):
-        if name not in SPANS:
-            raise UsageError(one_of("--direction", SPANS, name))
     request = BenchRequest(
         impls=tuple(name.strip() for name in impl.split(",")),
         suite=suite,
-        spans=spans,
+        spans=_spans(direction),
         baselines=tuple(BASELINES) if baseline is None else _names(baseline),
         target=target,
         only=only,
@@ -241,6 +241,62 @@ def bench_command(
         form=form,
     )
     raise typer.Exit(_piped(lambda: bench(request, here)))
+
+
+@app.command("memory", short_help="Peak memory, up to where the plain attention has none left.")
+def memory_command(
+    impl: ImplOption = "triton,tilelang,cute",
+    suite: SuiteOption = "long",
+    direction: SpansOption = "forward,backward",
+    baseline: BaselineOption = None,
+    target: TargetOption = "native",
+    only: OnlyOption = None,
+    skip: SkipOption = None,
+    seed: SeedOption = 0,
+    time_limit: LimitOption = LIMIT_S,
+    isolate: IsolateOption = True,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Measure the memory that a launch takes at its height, beside the plain attention's and the formula's.
+
+    The formula is what FlashAttention-2 holds: inputs, outputs, lse, and for a backward delta. What is taken beyond it
+    stands in brackets. Where the plain attention runs out of memory its cell says so.
+
+    Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
+
+    \b
+    Example:
+      harness memory --impl triton --suite long --json memory.jsonl
+    """
+    here = _prepare()
+    from .baselines import BASELINES
+    from .memory import MemoryRequest, memory
+
+    request = MemoryRequest(
+        impls=_names(impl),
+        suite=suite,
+        spans=_spans(direction),
+        baselines=tuple(BASELINES) if baseline is None else _names(baseline),
+        target=target,
+        only=only,
+        skip=skip,
+        seed=seed,
+        limit_s=time_limit,
+        isolated=isolate,
+        json=json,
+        form=form,
+    )
+    raise typer.Exit(_piped(lambda: memory(request, here)))
+
+
+def _spans(text: str) -> tuple[Span, ...]:
+    from .baselines.protocol import SPANS
+
+    for name in _names(text):
+        if name not in SPANS:
+            raise UsageError(one_of("--direction", SPANS, name))
+    return tuple(span for name in _names(text) for span in SPANS if span == name)
 
 
 def _names(text: str) -> tuple[str, ...]:

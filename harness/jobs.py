@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -17,6 +18,7 @@ import torch
 
 import common
 from common import Direction, Port, Problem, Switches, Target, Unsupported
+from reference import naive_backward, naive_forward
 
 from . import timing
 from .baselines import BASELINES, Baseline
@@ -31,6 +33,7 @@ from .suites import Case
 from .timing import Contestant, CudaStopwatch, Timing
 from .trial import Check, Trial, Verdict, wait
 
+NAIVE = "naive"
 PROBE = Problem(batch=1, heads_q=1, heads_kv=1, len_q=16, len_k=16, head_dim=64, dtype=torch.float16)
 
 
@@ -235,6 +238,48 @@ def first_call(setting: Setting, name: str, case: Case, direction: Direction) ->
     trial.calls(direction, saved)()
     wait(setting.environment.device)
     return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of PyTorch's allocator that a launch takes at its height, beyond what was there before; or why unknown."""
+
+    bytes: int | None
+    reason: str = ""
+
+
+def footprint(setting: Setting, name: str, case: Case, span: Span) -> Footprint:
+    """What one launch of a contestant takes, its second, when libraries have their workspaces; `naive` is one too."""
+    device = setting.environment.device
+    try:
+        with torch.no_grad():
+            inputs = Stand.of(setting, case).inputs
+            trial = None if name == NAIVE else Stand.of(setting, case).new_trial(name)
+            launch = naive_launch(case.problem, inputs, span) if trial is None else trial.launch(span)
+            with nullcontext() if trial is None else trial.context():
+                launch()
+                return Footprint(_height(launch, device))
+    except torch.OutOfMemoryError:
+        return Footprint(None, "out of memory")
+    except Exception as error:
+        return Footprint(None, f"raised {one_line(error)}")
+
+
+def naive_launch(problem: Problem, x: Inputs, span: Span) -> timing.Launch:
+    """The plain attention, whole: its backward computes the scores again, so that it covers both directions alone."""
+    if span == "forward":
+        return lambda: naive_forward(x.q, x.k, x.v, problem)
+    return lambda: naive_backward(x.do, None, x.q, x.k, x.v, problem)
+
+
+def _height(launch: timing.Launch, device: torch.device) -> int:
+    wait(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = launch()
+    wait(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,210 @@
+"""`harness memory`: the memory that an attention takes at its height, beside the plain attention's and the formula's.
+
+The formula is what FlashAttention-2 holds: inputs and outputs of the launch, lse, and for a backward delta, each once,
+and nothing of the size of the scores. What a launch takes beyond it is its extra.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common import Direction, Port, Problem
+
+from . import jobs
+from .baselines import BASELINES
+from .baselines.protocol import SPANS, Span
+from .bench_tables import SPAN_WORDS, title_of
+from .environment import Environment
+from .errors import UsageError, one_of
+from .isolation import Caller, Lost
+from .jobs import NAIVE, Footprint
+from .records import RecordFile, problem_fields
+from .schema import VERSION
+from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, status_of
+from .suites import Case
+from .tables import Table, print_tables, problem_cells
+from .trial import Check, together
+
+MEGA = 1e6
+
+
+@dataclass(frozen=True)
+class MemoryRequest(Request):
+    """The options of the command."""
+
+    spans: tuple[Span, ...] = ("forward", "backward")
+    baselines: tuple[str, ...] = tuple(BASELINES)
+
+    @property
+    def each(self) -> tuple[Direction, ...]:
+        """The directions that have to be checked."""
+        return tuple(d for d in SPANS["both"] if any(d in SPANS[span] for span in self.spans))
+
+
+def held_before(problem: Problem, span: Span) -> int:
+    """Bytes of what a launch is given: q, k, v; for a backward also o, do and lse, for both also do."""
+    q, kv, lse = _sizes(problem)
+    return {"forward": q + 2 * kv, "backward": 3 * q + 2 * kv + lse, "both": 2 * q + 2 * kv}[span]
+
+
+def formula(problem: Problem, span: Span) -> int:
+    """Bytes that FlashAttention-2 holds: inputs, outputs, lse, and in a backward delta, once (Dao 2023, section 3)."""
+    q, kv, lse = _sizes(problem)
+    return 2 * q + 2 * kv + lse if span == "forward" else 4 * q + 4 * kv + 2 * lse
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int]:
+    q, kv = (math.prod(shape) * problem.dtype.itemsize for shape in (problem.q_shape, problem.kv_shape))
+    return q, kv, math.prod(problem.lse_shape) * 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contestant on one problem. check: None for the plain attention, which is what checks count errors in."""
+
+    name: str
+    case: Case
+    span: Span
+    check: Check | None
+    footprint: Footprint
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes at the height of the launch, what it was given included."""
+        taken = self.footprint.bytes
+        return None if taken is None else held_before(self.case.problem, self.span) + taken
+
+    @property
+    def extra(self) -> int | None:
+        """Bytes beyond the formula."""
+        return None if self.peak is None else self.peak - formula(self.case.problem, self.span)
+
+    def __str__(self) -> str:
+        if self.peak is not None and self.extra is not None:
+            verdict = "" if self.check is None else f" {self.check.verdict}"
+            return f"{self.peak / MEGA:.1f} ({self.extra / MEGA:+.1f}){verdict}"
+        return self.footprint.reason
+
+
+@dataclass
+class Memory:
+    """A run of the command, and what it has so far."""
+
+    request: MemoryRequest
+    session: Session
+    file: RecordFile | None = None
+    cells: list[Cell] = field(default_factory=list)
+
+
+def memory(request: MemoryRequest, here: Environment, open_port: Callable[[str], Port] = jobs.open_port) -> int:
+    """Runs the command and returns its exit status.
+
+    open_port: where ports come from, by name. Raises UsageError for what can be told before anything runs.
+    """
+    if not here.has_gpu:
+        raise UsageError("harness memory measures the memory of a GPU, and none is used here")
+    for name in request.baselines:
+        if name not in BASELINES:
+            raise UsageError(one_of("--baseline", BASELINES, name))
+    file = None
+    try:
+        with Session.open(request, here, open_port) as session:
+            if not session.ports:
+                return NOTHING_RAN
+            this = Memory(request, session)
+            with RecordFile(request.json) if request.json else nullcontext() as file:
+                this.file = file
+                try:
+                    for _ in session.for_each_case("measuring", lambda caller, case: _case(this, caller, case)):
+                        pass
+                finally:
+                    print_tables(memory_tables(this), request.form)
+    except KeyboardInterrupt:
+        complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
+        return INTERRUPTED
+    return status_of(session, (cell.check for cell in this.cells if cell.check and cell.name in session.ports))
+
+
+def _case(this: Memory, caller: Caller, case: Case) -> None:
+    names = (*this.session.ports, *this.request.baselines)
+    checks = {(c.port, c.direction): c for name in names for c in this.session.check(caller, name, case)}
+    for span in this.request.spans:
+        for name in (NAIVE, *names):
+            check = None if name == NAIVE else together(span, [checks[name, d] for d in SPANS[span]])
+            cell = Cell(name, case, span, check, _footprint(this, caller, name, case, span, check))
+            this.cells.append(cell)
+            if this.file is not None:
+                this.file.write(memory_record(this.session, cell))
+
+
+def _footprint(this: Memory, caller: Caller, name: str, case: Case, span: Span, check: Check | None) -> Footprint:
+    """Measured of what passed its check."""
+    if check is not None and check.verdict != "pass":
+        why = check.reason or "".join(check.complaints()[:1])
+        return Footprint(None, why if check.verdict == "unsupported" else f"FAIL: {why}")
+    try:
+        return caller.call(jobs.footprint, this.session.setting, name, case, span)
+    except Lost as lost:
+        return Footprint(None, f"FAIL: it {lost}")
+
+
+def memory_tables(this: Memory) -> list[Table]:
+    """A table for each direction: the formula, and the peak of each contestant with its extra."""
+    names = (NAIVE, *this.session.ports, *this.request.baselines)
+    tables = []
+    for span in this.request.spans:
+        rows: dict[tuple[str, Problem], dict[str, Cell]] = {}
+        for cell in this.cells:
+            if cell.span == span:
+                rows.setdefault((cell.case.id, cell.case.problem), {})[cell.name] = cell
+        table = Table(
+            f"Memory {SPAN_WORDS[span]}, {this.session.environment.path(this.session.target)}, suite "
+            f"{this.session.suite.name}: MB at the height of a launch, and in brackets beyond the formula",
+            ("B,H,D", "dtype", "N", "mask", "formula", *map(title_of, names)),
+            labels=4,
+        )
+        said: dict[str, str] = {}
+        for (_, problem), cells in rows.items():
+            shown = _once(said, [(name, str(cells[name]) if name in cells else "–") for name in names])
+            table.add(*problem_cells(problem), f"{formula(problem, span) / MEGA:.1f}", *shown)
+        table.notes.append(
+            "MB are 10^6 bytes of PyTorch's allocator, with what the launch is given. The formula: its inputs and "
+            "outputs, lse, and for a backward delta. naive: the plain attention, which holds the scores."
+        )
+        tables.append(table)
+    return tables
+
+
+def _once(said: dict[str, str], cells: Sequence[tuple[str, str]]) -> list[str]:
+    """The cells of a row; a reason that stands above is not said again, except what stands for a figure."""
+    shown = ["–" if said.get(name) == cell and cell != "out of memory" else cell for name, cell in cells]
+    said.update((name, cell) for name, cell in cells if not cell[0].isdigit())
+    return shown
+
+
+def memory_record(session: Session, cell: Cell) -> dict[str, Any]:
+    """The record of one cell."""
+    case, check = cell.case, cell.check
+    return {
+        "schema": VERSION,
+        "kind": "memory",
+        "suite": session.suite.name,
+        "case": case.id,
+        "contestant": cell.name,
+        "direction": cell.span,
+        "problem": problem_fields(case.problem),
+        "inputs": asdict(case.inputs),
+        "seed": session.request.seed,
+        "target": {"name": session.target.name, "sm": session.target.sm},
+        "verdict": None if check is None else check.verdict,
+        "reason": cell.footprint.reason,
+        "peak_bytes": cell.peak,
+        "extra_bytes": cell.extra,
+        "formula_bytes": formula(case.problem, cell.span),
+        "sources": session.ports.get(cell.name),
+        "provenance": session.facts,
+    }
