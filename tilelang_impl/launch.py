@@ -45,7 +45,11 @@ class Launch:
     @property
     def pass_configs(self) -> dict[str, Any]:
         """The compiler's options."""
-        options: dict[str, Any] = {PassConfigKey.TL_ENABLE_FAST_MATH.value: True}
+        options: dict[str, Any] = {
+            PassConfigKey.TL_ENABLE_FAST_MATH.value: True,
+            # The kernels guard what can reach outside by themselves, and copies are cut off at their tensor's end.
+            PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS.value: True,
+        }
         if not self.asynchronous:
             options[PassConfigKey.TL_DISABLE_WARP_SPECIALIZED.value] = True
             options[PassConfigKey.TL_DISABLE_WGMMA.value] = True
@@ -83,13 +87,14 @@ def ready(
     switches: Switches,
     layouts: Any,
     device: torch.device,
+    *options: bool,
 ) -> tuple[Callable[..., None], ...]:
-    """The compiled kernels of a plan for a device, which take the tensors only.
+    """The compiled kernels of a plan, with its own further options, for a device; they take the tensors only.
 
     A target that is not the device's own keeps its instructions and is assembled for the device.
     """
     sm = Target.detect(device).sm
-    launches = plan(problem, target, tile, switches, layouts)
+    launches = plan(problem, target, tile, switches, layouts, *options)
     return tuple(_bind(launch.function(sm), launch.scalars) for launch in launches)
 
 
@@ -118,7 +123,7 @@ def constants(
         tile.block_m,
         tile.block_n,
         tile.warps * 32,
-        tile.stages,
+        tile.stages if switches.tiles else 0,
         layouts,
     )
 
