@@ -19,6 +19,9 @@ dk and dv of a head are summed over the group of query heads that share it, in o
 The rungs are those of the forward, and so are the two ways the kernels are compiled.
 """
 
+import math
+from dataclasses import replace
+
 import tilelang.language as T
 import torch
 
@@ -27,7 +30,7 @@ from common import Problem, Switches, Target, Tile, empty, empty_like
 from .blocks import LOG2_E, claim, rows_of, shape_of, tile_range, visible, walk
 from .budget import dq_tile
 from .launch import (
-    ROW_PADDING,
+    ROW_TILE,
     Launch,
     asynchronous,
     band,
@@ -37,6 +40,7 @@ from .launch import (
     padded_len,
     ready,
     settle,
+    summed_d,
 )
 
 
@@ -45,7 +49,7 @@ def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS):
     batch, heads_q = T.dynamic("batch"), T.dynamic("heads_q")
     len_q, rows = T.dynamic("len_q"), T.dynamic("rows")
     INF = T.infinity("float32")
-    BLOCK_M = ROW_PADDING // 2
+    BLOCK_M = ROW_TILE.block_m
 
     @T.prim_func
     def prepare_kernel(
@@ -55,7 +59,7 @@ def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS):
         DLSE: T.Tensor((batch, heads_q, len_q), "float32"),
         STATS: T.Tensor((batch, heads_q, 2, rows), "float32"),
     ):
-        with T.Kernel(T.truncdiv(rows, BLOCK_M) * batch * heads_q, threads=128) as program:
+        with T.Kernel(T.truncdiv(rows, BLOCK_M) * batch * heads_q, threads=ROW_TILE.warps * 32) as program:
             do = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
             o = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
             product = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
@@ -260,10 +264,13 @@ def plan_backward(
     dq, dk and dv lie as q, k and v do.
     """
     do, q, k, v, o, *dlse = layouts
+    head_dim, _, dtype, *_ = constants(problem, target, tile, switches, 0, ())
     prepare = Launch(
         prepare_program,
-        constants=(*constants(problem, target, tile, switches, 0, ())[:3], switches.exp2, bool(dlse), (do, o)),
+        constants=(head_dim, summed_d(problem), dtype, switches.exp2, bool(dlse), (do, o)),
         scalars=(),
+        blocks=padded_len(problem) // ROW_TILE.block_m * problem.batch * problem.heads_q,
+        tile=ROW_TILE,
         asynchronous=False,
     )
     numbers = (*band(problem), problem.scale)
@@ -274,6 +281,8 @@ def plan_backward(
             problem.group > 1,
         ),
         scalars=(heads_in_l2(problem), *numbers),
+        blocks=-(-problem.len_k // tile.block_n) * problem.batch * problem.heads_kv,
+        tile=replace(tile, extra=()),
         asynchronous=asynchronous(target, tile, tile.block_n),
     )
     queries_tile = dq_tile(tile)
@@ -281,6 +290,8 @@ def plan_backward(
         dq_program,
         constants=constants(problem, target, queries_tile, switches, queries_tile.block_m, (do, q, k, v, q)),
         scalars=(heads_in_l2(problem) * problem.group, *numbers),
+        blocks=-(-problem.len_q // queries_tile.block_m) * problem.batch * problem.heads_q,
+        tile=queries_tile,
         asynchronous=asynchronous(target, queries_tile, queries_tile.block_m),
     )
     return prepare, dkdv, queries
@@ -291,6 +302,10 @@ def backward(
     lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`dq, dk, dv`, laid out as q, k, v are."""
+    if problem.mask.has_unseeing_rows(problem.len_q, problem.len_k):
+        # The P of a row that sees no key is 0, but what a caller put there may be NaN, and 0 · NaN is NaN.
+        unseen = (lse == -math.inf)[..., None]
+        q, do = q.masked_fill(unseen, 0), do.masked_fill(unseen, 0)
     (do, do_layout), (o, o_layout) = settle(do), settle(o)
     (q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
     layouts: tuple[str, ...] = do_layout, q_layout, k_layout, v_layout, o_layout

@@ -132,6 +132,8 @@ def plan_forward(
         forward_program,
         constants=constants(problem, target, tile, switches, tile.block_m, layouts),
         scalars=(heads_in_l2(problem) * problem.group, *band(problem), problem.scale),
+        blocks=-(-problem.len_q // tile.block_m) * problem.batch * problem.heads_q,
+        tile=tile,
         asynchronous=asynchronous(target, tile, tile.block_m),
     )
     return (forward,)

@@ -15,6 +15,9 @@ from .backward import backward
 from .build import build
 from .forward import forward
 from .launch import ROW_PADDING
+from .toolchain import version_fault
+
+EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
 
 
 class TilelangPort(Port):
@@ -25,7 +28,12 @@ class TilelangPort(Port):
 
     name: ClassVar[str] = "tilelang"
 
+    def __init__(self) -> None:
+        self._fault = version_fault()
+
     def unsupported(self, problem: Problem, target: Target) -> str | None:
+        if self._fault is not None:
+            return self._fault
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
@@ -34,6 +42,9 @@ class TilelangPort(Port):
         return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+        unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
+        if unknown:
+            raise Unsupported(f"TileLang's tiles have no {', '.join(unknown)} (but {', '.join(sorted(EXTRAS))})")
         if direction == "forward":
             kernels = [(tile.block_m, tile.block_n, tile)]
         else:
@@ -58,7 +69,7 @@ class TilelangPort(Port):
         tile: Tile | None = None,
         switches: Switches | None = None,
     ) -> list[Build]:
-        switches = switches or Switches()
+        switches = Switches() if switches is None else switches
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)
