@@ -1,9 +1,13 @@
-"""The TileLang port against the oracle on a GPU, native and on the Ada path; its builds and host side without one."""
+"""What is the TileLang port's own: what its kernels lower to for each target, and its host side. Needs no GPU."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,39 +16,28 @@ from common import Direction, Mask, Problem, Switches, Target, Tile, TileKind, U
 
 tilelang_impl = pytest.importorskip("tilelang_impl", reason="TileLang is not installed", exc_type=ImportError)
 
-from tilelang_impl import budget  # noqa: E402
+from tilelang_impl import budget, toolchain  # noqa: E402
 from tilelang_impl.blocks import tile_range  # noqa: E402
 from tilelang_impl.build import lower, plan  # noqa: E402
 from tilelang_impl.launch import band, block_d, padded_len, settle  # noqa: E402
 
-from .cases import LAYOUTS, Case, laid_out  # noqa: E402
-from .helpers import check_port  # noqa: E402
+from .cases import LAYOUTS, laid_out  # noqa: E402
+from .subjects import TILELANG as SUBJECT  # noqa: E402
+from .subjects import case_of, dq_tile  # noqa: E402
 
-DEVICE = "cuda"
+ROOT = Path(__file__).resolve().parent.parent
 TILELANG = port("tilelang")
 ADA, HOPPER = Target.named("ada"), Target.named("hopper")
-TARGETS = [pytest.param(None, id="native"), pytest.param(ADA, id="ada")]
-
-
-def dq(block_m: int, block_n: int, warps: int, stages: int) -> tuple[tuple[str, int], ...]:
-    return ("dq_block_m", block_m), ("dq_block_n", block_n), ("dq_stages", stages), ("dq_warps", warps)
-
-
-def case_of(q: tuple[int, ...], kv: tuple[int, ...], dtype: torch.dtype, mask: Mask, layout: str = "packed") -> Case:
-    return Case("t", "t", q, kv, dtype, mask, layout=tuple((name, layout) for name in ("q", "k", "v", "do")))
-
-
-def check(case: Case, **options: object) -> None:
-    check_port(TILELANG, case.inputs(DEVICE), case.problem, **options)  # type: ignore[arg-type]
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 
 
 @pytest.mark.gpu
 def test_a_new_length_or_batch_or_number_of_heads_compiles_nothing() -> None:
     from tilelang_impl.launch import _compiled
 
-    check(case_of((1, 2, 100, 64), (1, 2, 120, 64), torch.float16, Mask.causal()))
+    SUBJECT.check(case_of((1, 2, 100, 64), (1, 2, 120, 64), torch.float16, Mask.causal()))
     before = _compiled.cache_info().misses
-    check(case_of((3, 3, 333, 64), (3, 3, 77, 64), torch.float16, Mask.causal()))
+    SUBJECT.check(case_of((3, 3, 333, 64), (3, 3, 77, 64), torch.float16, Mask.causal()))
     assert _compiled.cache_info().misses == before
 
 
@@ -84,12 +77,46 @@ def test_variants_lower_to_the_targets_instructions_and_keep_to_the_budget(
         assert "int len_k" in source
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.parametrize(("direction", "name"), [("forward", "forward_kernel"), ("backward", "dq_kernel")])
+def test_the_ada_path_stays_on_mma_sync_on_a_newer_card(direction: Direction, name: str) -> None:
+    problem = Problem(1, 2, 2, 256, 256, 64, torch.float16, Mask.causal())
+    tile = TILELANG.tiles(problem, ADA, direction)[0]
+    (launch,) = (launch for launch in plan(problem, ADA, direction, tile, Switches()) if launch.name == name)
+    source, _ = lower(launch, HOPPER)
+    assert "tl::mma_sync" in source
+    assert "cp_async_gs_conditional<16>" in source
+    assert not any(word in source for word in ("wgmma", "tma_load", "mbarrier"))
+
+
+# Rows of 96, 160, 192 and 224 columns are what the compiler has found no layout for; 24 and 16 are the smallest.
+@pytest.mark.parametrize("head_dim", [16, 24, 72, 96, 136, 168, 200])
+def test_heads_of_any_width_are_summed_over(head_dim: int) -> None:
+    problem = Problem(1, 2, 2, 256, 256, head_dim, torch.float16)
+    tile = TILELANG.tiles(problem, ADA, "backward")[0]
+    prepare, *_ = plan(problem, ADA, "backward", tile, Switches())
+    source, shared = lower(prepare, ADA)
+    assert "*(uint4*)(DO +" in source  # 16 bytes at a time
+    assert shared == 0
+
+
+@pytest.mark.parametrize("head_dim", [136, 200])
+def test_heads_padded_to_no_power_of_two_lower(head_dim: int) -> None:
+    problem = Problem(1, 2, 2, 256, 256, head_dim, torch.float16)
+    for direction in ("forward", "backward"):
+        tile = TILELANG.tiles(problem, HOPPER, direction)[0]
+        parts = budget.shared_memory(problem, HOPPER, direction, tile)
+        for launch in plan(problem, HOPPER, direction, tile, Switches()):
+            if launch.name in parts:
+                _, shared = lower(launch, HOPPER)
+                assert shared <= sum(parts[launch.name].values())
+
+
+@needs_nvcc
 @pytest.mark.parametrize("target", [ADA, HOPPER], ids=str)
 def test_a_build_tells_what_it_takes_of_the_chip(target: Target) -> None:
     problem = Problem(1, 2, 2, 256, 256, 64)
     (build,) = TILELANG.build(problem, target, "forward")
-    assert build.kernel == "forward_kernel"
+    assert (build.kernel, build.cached) == ("forward_kernel", False)
     assert target.instruction in build.instructions
     assert build.shared == sum(budget.shared_memory(problem, target, "forward", build.tile)["forward_kernel"].values())
     assert 0 < build.registers <= 255
@@ -120,6 +147,39 @@ def test_a_tile_too_large_is_refused_with_the_arithmetic() -> None:
 def test_a_tile_that_a_warp_cannot_hold_whole_rows_of_is_refused(tile: Tile) -> None:
     with pytest.raises(Unsupported, match="whole rows"):
         TILELANG.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, "forward", tile)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_no_tile_has_is_refused_with_what_there_is(direction: Direction) -> None:
+    tile = Tile(64, 64, extra=(("dq_block_k", 64),))
+    with pytest.raises(Unsupported, match=r"no dq_block_k \(but dq_block_m, dq_block_n, dq_stages, dq_warps\)"):
+        TILELANG.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, direction, tile)
+
+
+def test_a_launch_has_the_tile_of_its_kernel() -> None:
+    tile = Tile(64, 128, 8, 2, dq_tile(128, 64, 8, 1))
+    launches = plan(Problem(1, 1, 1, 256, 256, 64), HOPPER, "backward", tile, Switches())
+    assert [launch.name for launch in launches] == ["prepare_kernel", "dkdv_kernel", "dq_kernel"]
+    assert [launch.tile for launch in launches[1:]] == [Tile(64, 128, 8, 2), Tile(128, 64, 8, 1)]
+
+
+def test_a_grid_past_32_bits_is_refused() -> None:
+    problem = Problem(2**20, 64, 64, 1024, 16, 16, torch.float16)
+    for direction in ("forward", "backward"):
+        with pytest.raises(Unsupported, match="blocks; a grid has at most 2147483647"):
+            plan(problem, ADA, direction, Tile(16, 16, 1, 1), Switches())
+
+
+@pytest.mark.parametrize("lengths", [(12288, 1), (1, 12288), (16384, 1)])
+@pytest.mark.parametrize("heads", [(128, 1), (64, 64)])
+def test_the_order_of_many_tiles_over_few_keys_is_in_32_bits(lengths: tuple[int, int], heads: tuple[int, int]) -> None:
+    problem = Problem(1, *heads, *lengths, 16, torch.float16, Mask.causal())
+    for direction in ("forward", "backward"):
+        for launch in plan(problem, ADA, direction, Tile(16, 16, 1, 1), Switches()):
+            if launch.scalars:
+                section = launch.scalars[0]
+                # So that tiles x section is at most the grid.
+                assert 1 <= section <= (heads[1] if launch.name == "dkdv_kernel" else heads[0])
 
 
 def test_fp32_is_refused_with_the_dtypes_there_are() -> None:
@@ -180,3 +240,56 @@ def test_a_launch_is_told_apart_by_its_constants_only() -> None:
     assert a.constants == b.constants
     (c,) = plan(dataclasses.replace(short, mask=Mask()), ADA, "forward", tile, Switches())
     assert a.constants != c.constants
+
+
+def test_without_nvcc_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for home in ("", str(tmp_path)):  # where TileLang looks; there is nothing in either
+        monkeypatch.setattr("tilelang.contrib.nvcc.CUDA_HOME", home)
+        with pytest.raises(Unsupported, match=r"nvcc.*neither under CUDA_HOME.*pip install 'nvidia-cuda-nvcc"):
+            TILELANG.build(Problem(1, 1, 1, 64, 64, 64), ADA, "forward")
+
+
+def test_another_version_of_tilelang_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toolchain.version_fault() is None
+    monkeypatch.setattr("tilelang.__version__", "0.1.15")
+    unfit = type(TILELANG)()
+    reason = unfit.unsupported(Problem(1, 1, 1, 64, 64, 64), ADA)
+    assert reason is not None
+    assert "the installed one is 0.1.15" in reason
+    assert "pip install tilelang==0.1.13" in reason
+    with pytest.raises(Unsupported, match=r"0\.1\.15"):
+        unfit.build(Problem(1, 1, 1, 64, 64, 64), ADA, "forward")
+
+
+COMPILE_ONE = """
+from common import Problem, Switches, Target, Tile
+from tilelang_impl.build import plan
+ada = Target.named("ada")
+prepare, *_ = plan(Problem(1, 1, 1, 64, 64, 16), ada, "backward", Tile(16, 16, 1, 1), Switches())
+print(type(prepare.function("sm_89")).__name__)
+"""
+
+
+@needs_nvcc
+def test_a_compiled_kernel_is_found_again_by_a_new_process_unless_its_source_has_changed(tmp_path: Path) -> None:
+    for package in ("common", "tilelang_impl"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TILELANG_CACHE_DIR": str(tmp_path / "cache")}
+
+    def compile_one(**more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", COMPILE_ONE]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False
+        )
+
+    first = compile_one()
+    assert first.stdout == "Function\n", first.stderr  # and nothing else: what TileLang says goes to stderr
+    assert "begins to compile kernel `prepare_kernel`" in first.stderr
+    without_nvcc = {"CUDA_HOME": str(tmp_path)}
+    again = compile_one(**without_nvcc)
+    assert again.stdout == "Function\n", again.stderr
+    backward = tmp_path / "tilelang_impl" / "backward.py"
+    text = backward.read_text()
+    assert text.count("delta[i] - dlse") == 1
+    backward.write_text(text.replace("delta[i] - dlse", "2 * delta[i] - dlse"))
+    assert "nvcc, which was found neither" in compile_one(**without_nvcc).stderr
