@@ -25,6 +25,9 @@ dk and dv of a head are summed over the group of query heads that share it, in o
 The rungs are those of the forward, and so are the two ways the kernels are compiled.
 """
 
+import math
+from dataclasses import replace
+
 import tilelang.language as T
 import torch
 
@@ -33,7 +36,7 @@ from common import Problem, Switches, Target, Tile, empty, empty_like
 from .blocks import LOG2_E, claim, dq_sum_at, dq_sum_shape, rows_of, shape_of, tile_range, visible, walk
 from .budget import dq_tile
 from .launch import (
-    ROW_PADDING,
+    ROW_TILE,
     Launch,
     asynchronous,
     band,
@@ -44,16 +47,17 @@ from .launch import (
     padded_len,
     ready,
     settle,
+    summed_d,
 )
 
 
-def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS, ATOMIC_DQ):
-    """The kernel that computes stats, and with ATOMIC_DQ clears the sum of dq. LAYOUTS: of do, o."""
+def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS, SUM_D):
+    """The kernel that computes stats, and clears the sum of dq. LAYOUTS: of do, o. SUM_D: its columns, 0 for none."""
     batch, heads_q = T.dynamic("batch"), T.dynamic("heads_q")
     len_q, rows, row_blocks = T.dynamic("len_q"), T.dynamic("rows"), T.dynamic("row_blocks")
-    SUM = dq_sum_shape(batch, heads_q, row_blocks, BLOCK_D) if ATOMIC_DQ else (batch, heads_q, 2, rows)
+    SUM = dq_sum_shape(batch, heads_q, row_blocks, SUM_D) if SUM_D else (batch, heads_q, 2, rows)
     INF = T.infinity("float32")
-    BLOCK_M = ROW_PADDING // 2
+    BLOCK_M = ROW_TILE.block_m
 
     @T.prim_func
     def prepare_kernel(
@@ -64,7 +68,7 @@ def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS, ATOMIC_DQ
         STATS: T.Tensor((batch, heads_q, 2, rows), "float32"),
         DQ_SUM: T.Tensor(SUM, "float32"),
     ):
-        with T.Kernel(T.truncdiv(rows, BLOCK_M) * batch * heads_q, threads=128) as program:
+        with T.Kernel(T.truncdiv(rows, BLOCK_M) * batch * heads_q, threads=ROW_TILE.warps * 32) as program:
             do = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
             o = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
             product = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
@@ -88,10 +92,9 @@ def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS, ATOMIC_DQ
                 unseen = T.Or(row_begin + i >= len_q, lse == -INF)
                 STATS[b, h, 0, row_begin + i] = T.if_then_else(unseen, INF, lse * LOG2_E if EXP2 else lse)
                 STATS[b, h, 1, row_begin + i] = T.if_then_else(unseen, 0.0, delta[i] - dlse)
-            if ATOMIC_DQ:
-                T.fill(
-                    DQ_SUM[b, h, tile * (BLOCK_M // 8) : (tile + 1) * (BLOCK_M // 8), 0 : BLOCK_D // 8, 0:2, 0:32], 0
-                )
+            if SUM_D:
+                block = tile * (BLOCK_M // 8)
+                T.fill(DQ_SUM[b, h, block : block + BLOCK_M // 8, 0 : SUM_D // 8, 0:2, 0:32], 0)
 
     return prepare_kernel
 
@@ -288,7 +291,7 @@ def scale_dq_program(HEAD_DIM, BLOCK_D, DTYPE, LAYOUT):
     """The kernel that makes dq of its sum. LAYOUT: of dq."""
     batch, heads_q = T.dynamic("batch"), T.dynamic("heads_q")
     len_q, row_blocks = T.dynamic("len_q"), T.dynamic("row_blocks")
-    BLOCK_M = ROW_PADDING // 2
+    BLOCK_M = ROW_TILE.block_m
 
     @T.prim_func
     def scale_dq_kernel(
@@ -296,7 +299,7 @@ def scale_dq_program(HEAD_DIM, BLOCK_D, DTYPE, LAYOUT):
         DQ: T.Tensor(shape_of(LAYOUT, batch, heads_q, len_q, HEAD_DIM), DTYPE),
         scale: T.float32,
     ):
-        with T.Kernel(T.truncdiv(row_blocks * 8, BLOCK_M) * batch * heads_q, threads=128) as program:
+        with T.Kernel(T.truncdiv(row_blocks * 8, BLOCK_M) * batch * heads_q, threads=ROW_TILE.warps * 32) as program:
             dq = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
             b, h, row_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             tile, head = claim(program, T.truncdiv(row_blocks * 8, BLOCK_M), batch * heads_q, 1, False, False)
@@ -319,11 +322,23 @@ def plan_backward(
     """
     do, q, k, v, o, *dlse = layouts
     numbers = (*band(problem), problem.scale)
-    shape = constants(problem, target, tile, switches, 0, ())[:3]
+    heads = problem.batch * problem.heads_q
+    head_dim, padded_dim, dtype, *_ = constants(problem, target, tile, switches, 0, ())
+    row_tiles = padded_len(problem) // ROW_TILE.block_m * heads
     prepare = Launch(
         prepare_program,
-        constants=(*shape, switches.exp2, bool(dlse), (do, o), atomic_dq),
+        constants=(
+            head_dim,
+            summed_d(problem),
+            dtype,
+            switches.exp2,
+            bool(dlse),
+            (do, o),
+            padded_dim if atomic_dq else 0,
+        ),
         scalars=(),
+        blocks=row_tiles,
+        tile=ROW_TILE,
         asynchronous=False,
     )
     dkdv = Launch(
@@ -334,15 +349,27 @@ def plan_backward(
             atomic_dq,
         ),
         scalars=(heads_in_l2(problem), *numbers),
+        blocks=-(-problem.len_k // tile.block_n) * problem.batch * problem.heads_kv,
+        tile=replace(tile, extra=()),
         asynchronous=asynchronous(target, tile, tile.block_n),
     )
     if atomic_dq:
-        return prepare, dkdv, Launch(scale_dq_program, (*shape, q), (problem.scale,), asynchronous=False)
+        scale_dq = Launch(
+            scale_dq_program,
+            constants=(head_dim, padded_dim, dtype, q),
+            scalars=(problem.scale,),
+            blocks=row_tiles,
+            tile=ROW_TILE,
+            asynchronous=False,
+        )
+        return prepare, dkdv, scale_dq
     queries_tile = dq_tile(tile)
     queries = Launch(
         dq_program,
         constants=constants(problem, target, queries_tile, switches, queries_tile.block_m, (do, q, k, v, q)),
         scalars=(heads_in_l2(problem) * problem.group, *numbers),
+        blocks=-(-problem.len_q // queries_tile.block_m) * heads,
+        tile=queries_tile,
         asynchronous=asynchronous(target, queries_tile, queries_tile.block_m),
     )
     return prepare, dkdv, queries
@@ -353,6 +380,10 @@ def backward(
     lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`dq, dk, dv`, laid out as q, k, v are."""
+    if problem.mask.has_unseeing_rows(problem.len_q, problem.len_k):
+        # The P of a row that sees no key is 0, but what a caller put there may be NaN, and 0 · NaN is NaN.
+        unseen = (lse == -math.inf)[..., None]
+        q, do = q.masked_fill(unseen, 0), do.masked_fill(unseen, 0)
     (do, do_layout), (o, o_layout) = settle(do), settle(o)
     (q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
     layouts: tuple[str, ...] = do_layout, q_layout, k_layout, v_layout, o_layout

@@ -150,6 +150,8 @@ def plan_forward(
             bool(tile.get("lazy_rescale", 0)),
         ),
         scalars=(heads_in_l2(problem) * problem.group, *band(problem), problem.scale),
+        blocks=-(-problem.len_q // tile.block_m) * problem.batch * problem.heads_q,
+        tile=tile,
         asynchronous=asynchronous(target, tile, tile.block_m),
     )
     return (forward,)

@@ -15,10 +15,11 @@ from .backward import backward
 from .build import build
 from .forward import forward
 from .launch import ROW_PADDING, asynchronous
+from .toolchain import version_fault
 
-# What a tile may say besides: forward, whether acc is rescaled only when a maximum has moved; backward, whether
+# What a tile may say besides its own: forward, whether acc is rescaled only when a maximum has moved; backward, whether
 # dkdv_kernel adds dq up by atomics, and the tile of dq_kernel, for when it does not.
-EXTRAS = {"forward": {"lazy_rescale"}, "backward": {"atomic_dq", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"}}
+EXTRAS = frozenset({"lazy_rescale", "atomic_dq", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})
 
 
 class TilelangPort(Port):
@@ -29,7 +30,12 @@ class TilelangPort(Port):
 
     name: ClassVar[str] = "tilelang"
 
+    def __init__(self) -> None:
+        self._fault = version_fault()
+
     def unsupported(self, problem: Problem, target: Target) -> str | None:
+        if self._fault is not None:
+            return self._fault
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
@@ -38,19 +44,16 @@ class TilelangPort(Port):
         return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
-        unknown = sorted({name for name, _ in tile.extra} - EXTRAS[direction])
+        unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
         if unknown:
-            allowed = ", ".join(sorted(EXTRAS[direction]))
-            raise Unsupported(f"TileLang's {direction} tiles have no {', '.join(unknown)} (but {allowed})")
+            raise Unsupported(f"TileLang's tiles have no {', '.join(unknown)} (but {', '.join(sorted(EXTRAS))})")
         if direction == "forward":
             kernels = [(tile.block_m, tile.block_n, tile)]
         else:
             dq = budget.dq_tile(tile)
             kernels = [(tile.block_n, tile.block_m, tile), (dq.block_m, dq.block_n, dq)]
             if tile.get("atomic_dq", 0) and asynchronous(target, tile, tile.block_n):
-                raise Unsupported(
-                    f"with TMA and wgmma dq has a kernel of its own and takes no atomic_dq, got tile {tile}"
-                )
+                raise Unsupported(f"atomic_dq is for mma.sync; with wgmma dq has a kernel of its own, got tile {tile}")
             if ROW_PADDING % tile.block_m:
                 raise Unsupported(f"backward tiles need a block_m that divides {ROW_PADDING}, got tile {tile}")
         for owned_rows, walked_rows, part in kernels:
@@ -70,7 +73,7 @@ class TilelangPort(Port):
         tile: Tile | None = None,
         switches: Switches | None = None,
     ) -> list[Build]:
-        switches = switches or Switches()
+        switches = Switches() if switches is None else switches
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)
