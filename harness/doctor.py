@@ -104,10 +104,20 @@ def _installed(here: Environment, trouble: str) -> list[Finding]:
         found = "none usable" if torch.cuda.is_available() else "none"
         findings.append(Finding("card", found, trouble or _why_no_card(driver)))
     if is_written("tilelang"):
-        path = shutil.which("nvcc")
-        advice = "" if path else "TileLang compiles with it: install the CUDA toolkit and put it on PATH"
+        path = _nvcc()
+        advice = "" if path else "TileLang compiles with it: install the CUDA toolkit, or pip install '.[nvcc]'"
         findings.append(Finding("nvcc", path or "missing", advice))
     return findings
+
+
+def _nvcc() -> str | None:
+    """The nvcc that TileLang calls; where TileLang is not installed, the one on PATH."""
+    try:
+        from tilelang.contrib.nvcc import get_nvcc_compiler
+
+        return shutil.which(get_nvcc_compiler())
+    except Exception:  # TileLang is missing, does not import, or knows of no place to look in
+        return shutil.which("nvcc")
 
 
 def _why_no_card(driver: str | None) -> str:

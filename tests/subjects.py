@@ -78,10 +78,15 @@ class Subject:
         return (ADA,) if self.device == "cpu" else (None, ADA)
 
     @property
+    def is_missing(self) -> bool:
+        """Whether the package it needs is not installed."""
+        return importlib.util.find_spec(self.needs) is None
+
+    @property
     def marks(self) -> Sequence[pytest.MarkDecorator]:
         """What its tests need of the machine."""
         marks = [] if self.interpreted else [pytest.mark.gpu]
-        if importlib.util.find_spec(self.needs) is None:
+        if self.is_missing:
             marks.append(pytest.mark.skip(reason=f"{self.needs} is not installed"))
         return marks
 

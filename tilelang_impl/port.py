@@ -114,7 +114,7 @@ class TilelangPort(Port):
 
 def _check_device(device: torch.device) -> None:
     if device.type != "cuda":
-        raise Unsupported(f"TileLang compiles for CUDA devices, the tensors are on {device}")
+        raise Unsupported(f"TileLang compiles for CUDA devices and has no interpreter; the tensors are on {device}")
 
 
 def _candidates(problem: Problem, target: Target, direction: Direction) -> list[Tile]:

@@ -40,6 +40,6 @@ def nvcc() -> str:
     if path is None:
         raise Unsupported(
             "TileLang's kernels are compiled by nvcc, which was found neither under CUDA_HOME, nor on PATH, nor in the "
-            "package nvidia-cuda-nvcc: install the CUDA toolkit, or pip install 'nvidia-cuda-nvcc>=13'"
+            "package nvidia-cuda-nvcc: install the CUDA toolkit, or pip install '.[nvcc]'"
         )
     return path
