@@ -142,6 +142,17 @@ def each_path() -> pytest.MarkDecorator:
     )
 
 
+def each_head_dim() -> pytest.MarkDecorator:
+    """Parametrizes a test by `subject`, `target` and `head_dim`: multiples of 64 on every path, the others on one."""
+    params = []
+    for one, head_dim in itertools.product(SUBJECTS, range(16, 257, 8)):
+        paths = one.paths if head_dim % 64 == 0 else [one.paths[head_dim // 16 % len(one.paths)]]
+        for path in paths:
+            name = f"{one}-{path_name(path)}-{head_dim}"
+            params.append(pytest.param(one, path, head_dim, marks=one.marks, id=name))
+    return pytest.mark.parametrize(("subject", "target", "head_dim"), params)
+
+
 def each_trial() -> pytest.MarkDecorator:
     """Parametrizes a test by `subject`, `target`, `dtype` and `tile`."""
     every = [(one, path, *trial) for one in SUBJECTS for path, trial in itertools.product(one.paths, one.trials)]

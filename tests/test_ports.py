@@ -14,7 +14,18 @@ from reference import oracle_forward
 
 from .cases import LAYOUTS, Case
 from .helpers import check_case, check_port
-from .subjects import GPU, REFERENCE, SUBJECTS, Subject, case_of, each, each_case, each_path, each_trial
+from .subjects import (
+    GPU,
+    REFERENCE,
+    SUBJECTS,
+    Subject,
+    case_of,
+    each,
+    each_case,
+    each_head_dim,
+    each_path,
+    each_trial,
+)
 
 
 @each_case()
@@ -115,8 +126,7 @@ def test_a_view_that_stands_for_its_negative(subject: Subject) -> None:
     torch.testing.assert_close(o.double(), expected, **TOLERANCE[subject.finest])
 
 
-@each_path()
-@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+@each_head_dim()
 def test_every_head_dim(subject: Subject, target: Target | None, head_dim: int) -> None:
     q, kv = ((1, 1, subject.rows(length), head_dim) for length in (20, 24))
     subject.check(case_of(q, kv, torch.float16, Mask.causal()), target=target, tile=None, dlse=(True,))
