@@ -24,7 +24,7 @@ __all__ = ["Build", "Port", "Unsupported", "check_tensors", "port", "port_names"
 _PORTS = {
     "reference": ("reference.port", "ReferencePort", "torch"),
     "triton": ("triton_impl.port", "TritonPort", "triton"),
-    "tilelang": ("tilelang_impl.port", "TilelangPort", "tilelang"),
+    "tilelang": ("tilelang_impl.port", "TilelangPort", "tilelang==0.1.13"),
     "cute": ("cute_impl.port", "CutePort", "nvidia-cutlass-dsl"),
 }
 

@@ -61,7 +61,7 @@ def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str
 
 def _examine(here: Environment, trouble: str, form: Format, caller: Caller) -> tuple[list[Finding], list[Finding]]:
     """What is installed, and which ports run; prints both."""
-    installed = _installed(here, trouble)
+    installed = _installed(here, trouble, caller)
     ports = [_port(name, here, caller) for name in common.port_names()]
     ports += [_baseline(name, here, caller) for name in BASELINES]
     tables = [
@@ -79,7 +79,7 @@ def _table(title: str, columns: tuple[str, str, str], findings: list[Finding]) -
     return table
 
 
-def _installed(here: Environment, trouble: str) -> list[Finding]:
+def _installed(here: Environment, trouble: str, caller: Caller) -> list[Finding]:
     versions = package_versions()
 
     def package(name: str, key: str, purpose: str, install: str) -> Finding:
@@ -110,10 +110,27 @@ def _installed(here: Environment, trouble: str) -> list[Finding]:
         found = "none usable" if torch.cuda.is_available() else "none"
         findings.append(Finding("card", found, trouble or _why_no_card(driver)))
     if is_written("tilelang"):
-        path = shutil.which("nvcc")
-        advice = "" if path else "TileLang compiles with it: install the CUDA toolkit and put it on PATH"
+        path = _nvcc_by(caller)
+        advice = "" if path else "TileLang compiles with it: install the CUDA toolkit, or pip install '.[nvcc]'"
         findings.append(Finding("nvcc", path or "missing", advice))
     return findings
+
+
+def _nvcc_by(caller: Caller) -> str | None:
+    try:
+        return caller.call(_nvcc)
+    except Lost:  # importing TileLang killed the process
+        return shutil.which("nvcc")
+
+
+def _nvcc() -> str | None:
+    """The nvcc that TileLang calls; where TileLang is not installed, the one on PATH."""
+    try:
+        from tilelang.contrib.nvcc import get_nvcc_compiler
+
+        return shutil.which(get_nvcc_compiler())
+    except Exception:  # TileLang is missing, does not import, or knows of no place to look in
+        return shutil.which("nvcc")
 
 
 def _why_no_card(driver: str | None) -> str:

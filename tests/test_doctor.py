@@ -76,7 +76,7 @@ def test_a_port_that_only_compiles_says_why(
     assert found["cute"] == ["no", "the cute port could not be imported: OSError: libcuda.so.1 is missing"]
 
 
-@pytest.mark.parametrize(("written", "advice"), [(False, "not needed yet"), (True, "pip install tilelang")])
+@pytest.mark.parametrize(("written", "advice"), [(False, "not needed yet"), (True, "pip install tilelang==0.1.13")])
 def test_a_package_is_advised_only_for_a_port_that_is_written(
     written: bool, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
