@@ -1,313 +1,22 @@
-"""The commands and their options. What they do is in the module of the command's name.
+"""The command line: `main`, and the commands that read what is there: doctor, tables, compare.
 
-PyTorch is imported by the commands, not here, so that `--help` and a typo answer at once.
+What a command does is in the module of its name.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from .errors import UsageError, one_of
-from .options import LIMIT_S, TOLERANCE_PERCENT, Directions, Format
+from . import cli_checks, cli_measures  # noqa: F401  # they add their commands
+from .cli_options import FormatOption, JsonOption, app, piped, prepare
+from .errors import UsageError
+from .options import TOLERANCE_PERCENT, Format
 
-if TYPE_CHECKING:
-    from .baselines.protocol import Span
-    from .environment import Environment
-
-USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-
-app = typer.Typer(
-    name="harness",
-    help="Checks, times and compares the FlashAttention-2 ports.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-
-
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON lines to FILE.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables.")]
-ImplOption = Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="The ports: triton, tilelang, cute, reference.")]
-SuiteOption = Annotated[
-    str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
-]
-DirectionOption = Annotated[Directions, typer.Option(help="Which direction.")]
-TargetOption = Annotated[str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")]
-OnlyOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")]
-SkipOption = Annotated[str | None, typer.Option(metavar="TEXT", help="No cases with TEXT in name or id.")]
-RoundsOption = Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")]
-ResumeOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Go on from these records, also of an interrupted run (FILE.partial)."),
-]
-SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")]
-LimitOption = Annotated[
-    float, typer.Option("--time-limit", min=1, metavar="S", help="Seconds that one check or row of timings may take.")
-]
-IsolateOption = Annotated[
-    bool,
-    typer.Option("--isolate/--no-isolate", help="Launch kernels in a process apart, or in this one, for debuggers."),
-]
-
-
-SpansOption = Annotated[
-    str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward, both: both is one launch of the two.")
-]
-BaselineOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME[,NAME…]",
-        help="sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all. Speeds are "
-        "relative to the first.",
-        show_default=False,
-    ),
-]
-
-
-@app.callback()
-def _harness() -> None:
-    # With a callback typer keeps sub-commands even while there is only one.
-    pass
-
-
-@app.command("run", short_help="Check ports, then time them beside SDPA.")
-def run_command(
-    impl: ImplOption,
-    suite: SuiteOption = "quick",
-    direction: DirectionOption = Directions.BOTH,
-    target: TargetOption = "native",
-    only: OnlyOption = None,
-    skip: SkipOption = None,
-    seed: SeedOption = 0,
-    rounds: RoundsOption = 40,
-    timing: Annotated[bool, typer.Option("--timing/--no-timing", help="Time what passed, on a GPU.")] = True,
-    time_limit: LimitOption = LIMIT_S,
-    isolate: IsolateOption = True,
-    resume: ResumeOption = None,
-    json: JsonOption = None,
-    form: FormatOption = Format.TEXT,
-) -> None:
-    """Check ports against a float64 oracle, then time them beside PyTorch's SDPA.
-
-    Every problem of the suite is checked, forward and backward. On a GPU what passed is then timed by turns with the
-    forced flash backend of SDPA. Without a GPU, Triton's interpreter checks the suite on smaller sizes. Kernels are
-    launched in a process apart, so that one that faults, hangs or spoils the device costs its own cell.
-
-    Exit status: 0 all good, 1 a check failed, 2 wrong usage or something asked for could not run.
-
-    \b
-    Examples:
-      harness run --impl triton
-      harness run --impl triton,reference --suite hard --only planted --no-timing
-      harness run --impl triton --suite walkthrough --target ada --json walkthrough.jsonl
-    """
-    here = _prepare()
-    from .run import RunRequest, run
-
-    request = RunRequest(
-        impls=_names(impl),
-        suite=suite,
-        directions=direction,
-        target=target,
-        only=only,
-        skip=skip,
-        seed=seed,
-        rounds=rounds,
-        timed=timing,
-        limit_s=time_limit,
-        isolated=isolate,
-        resume=resume,
-        json=_records_file(json, resume),
-        form=form,
-    )
-    raise typer.Exit(_piped(lambda: run(request, here)))
-
-
-@app.command("matrix", short_help="Check ports beside each other.")
-def matrix_command(
-    impl: Annotated[
-        str | None, typer.Option(metavar="NAME[,NAME…]", help="The ports; default, all of them.", show_default=False)
-    ] = None,
-    suite: SuiteOption = "quick",
-    direction: DirectionOption = Directions.BOTH,
-    target: TargetOption = "native",
-    only: OnlyOption = None,
-    skip: SkipOption = None,
-    seed: SeedOption = 0,
-    time_limit: LimitOption = LIMIT_S,
-    isolate: IsolateOption = True,
-    resume: ResumeOption = None,
-    json: JsonOption = None,
-    form: FormatOption = Format.TEXT,
-) -> None:
-    """Check every port on every problem, and compare every two ports.
-
-    Three tables: problems by ports, with the verdict and the largest error over the allowed one; ports by ports, with
-    their largest disagreement; and where that is, by tensor. A port that cannot run here is a column that says why.
-
-    Exit status: 0 all good, 1 a check failed, 2 wrong usage, nothing could run, or a port named could not.
-
-    \b
-    Examples:
-      harness matrix --suite hard
-      harness matrix --impl triton,reference --only causal --json matrix.jsonl
-    """
-    here = _prepare()
-    from common import port_names
-
-    from .matrix import matrix
-    from .session import Request
-
-    request = Request(
-        impls=_names(impl) if impl is not None else port_names(),
-        suite=suite,
-        directions=direction,
-        target=target,
-        only=only,
-        skip=skip,
-        seed=seed,
-        limit_s=time_limit,
-        isolated=isolate,
-        resume=resume,
-        json=_records_file(json, resume),
-        form=form,
-    )
-    raise typer.Exit(_piped(lambda: matrix(request, here, all_asked=impl is not None)))
-
-
-@app.command("bench", short_help="Time all ports and baselines against each other.")
-def bench_command(
-    impl: Annotated[
-        str, typer.Option(metavar="NAME[,NAME…]", help="The ports; a name given twice is timed beside itself.")
-    ] = "triton,tilelang,cute",
-    suite: SuiteOption = "walkthrough",
-    direction: SpansOption = "forward,backward,both",
-    baseline: BaselineOption = None,
-    target: TargetOption = "native",
-    only: OnlyOption = None,
-    skip: SkipOption = None,
-    seed: SeedOption = 0,
-    rounds: RoundsOption = 40,
-    compiles: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Tell what compiling takes, from empty caches.")
-    ] = True,
-    time_limit: LimitOption = LIMIT_S,
-    isolate: IsolateOption = True,
-    resume: ResumeOption = None,
-    json: JsonOption = None,
-    form: FormatOption = Format.TEXT,
-) -> None:
-    """Time all ports and all baselines against each other, after a check of each.
-
-    All contestants of a row are timed by turns, in random order, with a cold L2. A table for each port and direction
-    tells its time, its speed beside the first baseline with the 95 % interval, host time, compile seconds, clocks and
-    throttling; one table across has everybody. A baseline that cannot run is a column that says why.
-
-    Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
-
-    \b
-    Examples:
-      harness bench --suite fa2 --json fa2.jsonl
-      harness bench --impl triton --direction forward --baseline sdpa_flash,fa4
-      harness bench --impl triton,triton --only n1024        (a port beside itself)
-    """
-    here = _prepare()
-    from .baselines import BASELINES
-    from .bench import BenchRequest, bench
-
-    request = BenchRequest(
-        impls=tuple(name.strip() for name in impl.split(",")),
-        suite=suite,
-        spans=_spans(direction),
-        baselines=tuple(BASELINES) if baseline is None else _names(baseline),
-        target=target,
-        only=only,
-        skip=skip,
-        seed=seed,
-        rounds=rounds,
-        compiles=compiles,
-        limit_s=time_limit,
-        isolated=isolate,
-        resume=resume,
-        json=_records_file(json, resume),
-        form=form,
-    )
-    raise typer.Exit(_piped(lambda: bench(request, here)))
-
-
-@app.command("memory", short_help="Peak memory, up to where the plain attention has none left.")
-def memory_command(
-    impl: ImplOption = "triton,tilelang,cute",
-    suite: SuiteOption = "long",
-    direction: SpansOption = "forward,backward",
-    baseline: BaselineOption = None,
-    target: TargetOption = "native",
-    only: OnlyOption = None,
-    skip: SkipOption = None,
-    seed: SeedOption = 0,
-    time_limit: LimitOption = LIMIT_S,
-    isolate: IsolateOption = True,
-    json: JsonOption = None,
-    form: FormatOption = Format.TEXT,
-) -> None:
-    """Measure the memory that a launch takes at its height, beside the plain attention's and the formula's.
-
-    The formula is what FlashAttention-2 holds: inputs, outputs, lse, and for a backward delta. What is taken beyond it
-    stands in brackets. Where the plain attention runs out of memory its cell says so.
-
-    Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
-
-    \b
-    Example:
-      harness memory --impl triton --suite long --json memory.jsonl
-    """
-    here = _prepare()
-    from .baselines import BASELINES
-    from .memory import MemoryRequest, memory
-
-    request = MemoryRequest(
-        impls=_names(impl),
-        suite=suite,
-        spans=_spans(direction),
-        baselines=tuple(BASELINES) if baseline is None else _names(baseline),
-        target=target,
-        only=only,
-        skip=skip,
-        seed=seed,
-        limit_s=time_limit,
-        isolated=isolate,
-        json=json,
-        form=form,
-    )
-    raise typer.Exit(_piped(lambda: memory(request, here)))
-
-
-def _spans(text: str) -> tuple[Span, ...]:
-    from .baselines.protocol import SPANS
-
-    for name in _names(text):
-        if name not in SPANS:
-            raise UsageError(one_of("--direction", SPANS, name))
-    return tuple(span for name in _names(text) for span in SPANS if span == name)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-
-
-def _records_file(json: Path | None, resume: Path | None) -> Path | None:
-    """Where records go: to the file that is resumed, unless another one is named."""
-    if json is not None or resume is None:
-        return json
-    return resume.with_suffix("") if resume.suffix == ".partial" else resume
+USAGE, INTERRUPTED = 2, 130
 
 
 @app.command("doctor", short_help="What is installed and what can run here.")
@@ -323,12 +32,12 @@ def doctor_command(json: JsonOption = None, form: FormatOption = Format.TEXT) ->
     from .environment import CPU
 
     try:
-        here, trouble = _prepare(), ""
+        here, trouble = prepare(), ""
     except UsageError as error:
         here, trouble = CPU, str(error)
     from .doctor import doctor
 
-    raise typer.Exit(_piped(lambda: doctor(json, form, here, trouble)))
+    raise typer.Exit(piped(lambda: doctor(json, form, here, trouble)))
 
 
 @app.command("tables", short_help="Print or write the tables of records.")
@@ -393,25 +102,7 @@ def compare_command(
     from .compare import compare
 
     options = {"tolerance_percent": tolerance, "absolute": absolute, "json_path": json, "form": form}
-    raise typer.Exit(_piped(lambda: compare((before, after), **options)))  # type: ignore[arg-type]
-
-
-def _piped(command: Callable[[], int]) -> int:
-    # `harness run … | head` closes the pipe early: no failed check, and nothing to complain about.
-    try:
-        status = command()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    return status
-
-
-def _prepare() -> Environment:
-    # Before anything that imports triton, which also some parts of torch do.
-    from .environment import prepare
-
-    return prepare()
+    raise typer.Exit(piped(lambda: compare((before, after), **options)))  # type: ignore[arg-type]
 
 
 def main(arguments: list[str] | None = None) -> None:

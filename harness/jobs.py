@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from typing import ClassVar
@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 import common
-from common import Direction, Port, Problem, Switches, Target, Unsupported
+from common import Build, Direction, Port, Problem, Switches, Target, Unsupported
 from reference import naive_backward, naive_forward
 
 from . import timing
@@ -238,6 +238,26 @@ def first_call(setting: Setting, name: str, case: Case, direction: Direction) ->
     trial.calls(direction, saved)()
     wait(setting.environment.device)
     return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing was built. by_contract: the port does not do such problems; else the compiler failed."""
+
+    reason: str
+    by_contract: bool
+
+
+def build(setting: Setting, name: str, problem: Problem, target: Target, direction: Direction) -> list[Build] | Refusal:
+    """The kernels that a port ships for a direction, compiled, without their code."""
+    port = setting.open_port(name)
+    reason = port.unsupported(problem, target)
+    if reason is not None:
+        return Refusal(reason, by_contract=True)
+    try:
+        return [replace(one, ptx="") for one in port.build(problem, target, direction)]
+    except Unsupported as error:
+        return Refusal(str(error), by_contract=False)
 
 
 @dataclass(frozen=True)

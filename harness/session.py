@@ -94,17 +94,19 @@ class Session:
         here: Environment,
         open_port: Callable[[str], Port] = jobs.open_port,
         variables: Mapping[str, str] = MappingProxyType({}),
+        suite: Suite | None = None,
     ) -> Iterator[Session]:
         """A session with the ports of the request that can run here; its workers end with it.
 
-        open_port: where ports come from, by name. variables: of the workers' environment. Raises UsageError for what
-        can be told before anything runs.
+        open_port: where ports come from, by name. variables: of the workers' environment. suite: instead of the one
+        of the request. Raises UsageError for what can be told before anything runs.
         """
         for name in request.impls:
             if name not in common.port_names():
                 raise UsageError(one_of("--impl", common.port_names(), name))
         target = here.target(request.target)
-        suite = load_suite(request.suite, small=not here.has_gpu)
+        if suite is None:
+            suite = load_suite(request.suite, small=not here.has_gpu)
         if request.only:
             suite = suite.only(request.only)
         if request.skip:
@@ -142,7 +144,7 @@ class Session:
         if self.environment.has_gpu:
             return [Worker(self.request.limit_s, environment=self.variables)]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        count = min(cores, WORKERS_MOST, len(self.suite.cases))
+        count = min(cores, WORKERS_MOST, len(self.suite.cases) or WORKERS_MOST)
         return [Worker(self.request.limit_s, threads=max(1, cores // count)) for _ in range(count)]
 
     def _open_ports(self) -> None:
@@ -210,7 +212,7 @@ class Session:
     def for_each_case(self, what: str, function: Callable[[Caller, Case], Outcome]) -> Iterator[tuple[Case, Outcome]]:
         """What the function gives for each case of the suite, in the suite's order, with a progress bar."""
         cases = self.suite.cases
-        with progress(what, len(cases)) as begin, _in_order(self.callers, function, cases) as outcomes:
+        with progress(what, len(cases)) as begin, in_order(self.callers, function, cases) as outcomes:
             for case, outcome in zip(cases, outcomes, strict=True):
                 begin(f"{case.id} {case.problem.id}")
                 yield case, outcome()
@@ -240,7 +242,7 @@ def complain(text: str) -> None:
 
 
 @contextmanager
-def _in_order(
+def in_order(
     callers: Sequence[Caller], function: Callable[[Caller, Item], Outcome], items: Iterable[Item]
 ) -> Iterator[Iterator[Callable[[], Outcome]]]:
     """A function for each item, which waits for that item's outcome. Several callers share the items among them."""
@@ -272,8 +274,11 @@ def _in_order(
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with each thing as it begins; a bar on stderr when a person is looking."""
+def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """A function to call with each thing as it begins; a bar on stderr when a person is looking.
+
+    total: how many there will be; None when that is not known.
+    """
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         yield lambda doing: None
         return

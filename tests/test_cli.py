@@ -156,7 +156,9 @@ sys.meta_path.insert(0, Crash())
     assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["run", "matrix", "bench", "memory", "compare", "tables", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["run", "matrix", "bench", "memory", "compile", "fuzz", "compare", "tables", "doctor"]
+)
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])

@@ -13,9 +13,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import triton
 
 from common import Build, Direction, Mask, Problem, Target, Tile, Unsupported, port
+from harness.compile import compiler_of
+from harness.spills import Built, Spills
 from triton_impl import budget
 from triton_impl.launch import row_tile
 
@@ -161,28 +162,16 @@ def test_no_tile_for_a_geforce_card_leaves_mma_sync(answers: dict[str, Any], req
             assert ("cp.async" in one.instructions) == (one.tile.stages > 1)
 
 
-# Bytes of stack and local memory a thread that the shipped tiles take on sm_89 for a causal bf16 problem, by head_dim
-# and kernel, as Triton 3.6 and 3.9 built them; the kernels that are not here take none. More is a regression of the
-# kernel or of the choice of tile; less is a reason to lower the number.
-SPILLS = {
-    (64, "dkdv_kernel"): {"3.6": 280, "3.9": 56},
-    (64, "dq_kernel"): {"3.6": 8, "3.9": 16},
-    (128, "forward_kernel"): {"3.6": 80, "3.9": 56},
-    (128, "dkdv_kernel"): {"3.6": 152, "3.9": 128},
-    (128, "dq_kernel"): {"3.6": 104, "3.9": 104},
-    (256, "dkdv_kernel"): {"3.6": 96, "3.9": 64},
-}
-
-
-@pytest.mark.parametrize("request_", shipped("ada", 64, 128, 256), ids=str)
-def test_shipped_tiles_for_ada_spill_no_more_than_they_did(answers: dict[str, Any], request_: Request) -> None:
-    version = ".".join(triton.__version__.split(".")[:2])
+@pytest.mark.parametrize("request_", SHIPPED, ids=str)
+def test_shipped_tiles_spill_no_more_than_they_did(answers: dict[str, Any], request_: Request) -> None:
+    recorded = Spills()
     for one in kernels(answers, request_):
-        recorded = SPILLS.get((request_.head_dim, one.kernel), {version: 0})
-        allowed = recorded.get(version, max(recorded.values()))
+        about = "triton", compiler_of("triton"), request_.target, "causal", request_.head_dim, one.kernel
+        before = recorded.before(Built(*about, one.spills))
         found = f"{one.kernel} D={request_.head_dim} {one.tile}: {one.registers} registers, {one.spills} B spilled"
         print(found)
-        assert one.spills <= allowed, f"{found}, {allowed} B allowed"
+        assert before is not None, f"{found}; nothing is recorded: harness compile --record"
+        assert one.spills <= before, f"{found}, {before} B allowed"
 
 
 def test_run_time_numbers_make_no_new_kernel(answers: dict[str, Any]) -> None:

@@ -1,0 +1,193 @@
+"""The commands that measure: bench, memory, compile."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .cli_options import (
+    BaselineOption,
+    DirectionOption,
+    FormatOption,
+    ImplOption,
+    IsolateOption,
+    JsonOption,
+    LimitOption,
+    OnlyOption,
+    ResumeOption,
+    RoundsOption,
+    SeedOption,
+    SkipOption,
+    SpansOption,
+    SuiteOption,
+    TargetOption,
+    app,
+    names,
+    piped,
+    prepare,
+    records_file,
+    spans,
+)
+from .errors import UsageError
+from .options import LIMIT_S, Directions, Format
+
+
+@app.command("bench", short_help="Time all ports and baselines against each other.")
+def bench_command(
+    impl: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="The ports; a name given twice is timed beside itself.")
+    ] = "triton,tilelang,cute",
+    suite: SuiteOption = "walkthrough",
+    direction: SpansOption = "forward,backward,both",
+    baseline: BaselineOption = None,
+    target: TargetOption = "native",
+    only: OnlyOption = None,
+    skip: SkipOption = None,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 40,
+    compiles: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Tell what compiling takes, from empty caches.")
+    ] = True,
+    time_limit: LimitOption = LIMIT_S,
+    isolate: IsolateOption = True,
+    resume: ResumeOption = None,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Time all ports and all baselines against each other, after a check of each.
+
+    All contestants of a row are timed by turns, in random order, with a cold L2. A table for each port and direction
+    tells its time, its speed beside the first baseline with the 95 % interval, host time, compile seconds, clocks and
+    throttling; one table across has everybody. A baseline that cannot run is a column that says why.
+
+    Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
+
+    \b
+    Examples:
+      harness bench --suite fa2 --json fa2.jsonl
+      harness bench --impl triton --direction forward --baseline sdpa_flash,fa4
+      harness bench --impl triton,triton --only n1024        (a port beside itself)
+    """
+    here = prepare()
+    from .baselines import BASELINES
+    from .bench import BenchRequest, bench
+
+    request = BenchRequest(
+        impls=tuple(name.strip() for name in impl.split(",")),
+        suite=suite,
+        spans=spans(direction),
+        baselines=tuple(BASELINES) if baseline is None else names(baseline),
+        target=target,
+        only=only,
+        skip=skip,
+        seed=seed,
+        rounds=rounds,
+        compiles=compiles,
+        limit_s=time_limit,
+        isolated=isolate,
+        resume=resume,
+        json=records_file(json, resume),
+        form=form,
+    )
+    raise typer.Exit(piped(lambda: bench(request, here)))
+
+
+@app.command("memory", short_help="Peak memory, up to where the plain attention has none left.")
+def memory_command(
+    impl: ImplOption = "triton,tilelang,cute",
+    suite: SuiteOption = "long",
+    direction: SpansOption = "forward,backward",
+    baseline: BaselineOption = None,
+    target: TargetOption = "native",
+    only: OnlyOption = None,
+    skip: SkipOption = None,
+    seed: SeedOption = 0,
+    time_limit: LimitOption = LIMIT_S,
+    isolate: IsolateOption = True,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Measure the memory that a launch takes at its height, beside the plain attention's and the formula's.
+
+    The formula is what FlashAttention-2 holds: inputs, outputs, lse, and for a backward delta. What is taken beyond it
+    stands in brackets. Where the plain attention runs out of memory its cell says so.
+
+    Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
+
+    \b
+    Example:
+      harness memory --impl triton --suite long --json memory.jsonl
+    """
+    here = prepare()
+    from .baselines import BASELINES
+    from .memory import MemoryRequest, memory
+
+    request = MemoryRequest(
+        impls=names(impl),
+        suite=suite,
+        spans=spans(direction),
+        baselines=tuple(BASELINES) if baseline is None else names(baseline),
+        target=target,
+        only=only,
+        skip=skip,
+        seed=seed,
+        limit_s=time_limit,
+        isolated=isolate,
+        json=json,
+        form=form,
+    )
+    raise typer.Exit(piped(lambda: memory(request, here)))
+
+
+@app.command("compile", short_help="Build the shipped kernels for every target, without a GPU.")
+def compile_command(
+    impl: Annotated[
+        str | None, typer.Option(metavar="NAME[,NAME…]", help="The ports; default, all of them.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="The targets.")
+    ] = "ada,hopper,geforce_blackwell,blackwell",
+    direction: DirectionOption = Directions.BOTH,
+    head_dim: Annotated[str, typer.Option(metavar="D[,D…]", help="Head dimensions.")] = "64,128",
+    mask: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="full, causal, causal-topleft: some ship tiles of their own.")
+    ] = "causal",
+    minutes: Annotated[float, typer.Option(min=0, metavar="M", help="After them nothing more is begun.")] = 10,
+    time_limit: LimitOption = LIMIT_S,
+    record: Annotated[bool, typer.Option("--record", help="Write what is spilled to harness/spills.yaml.")] = False,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Build the tiles that every port ships, in bf16, for every target; none of them has to be here.
+
+    A row for each kernel: shared memory beside what the target gives, registers, spills beside those recorded, matrix
+    instructions, seconds. As many kernels are built at once as there are cores, up to four.
+
+    Exit status: 0 all good, 1 a kernel takes too much shared memory, spills more than recorded or does not build,
+    2 wrong usage or a port named is not here.
+
+    \b
+    Examples:
+      harness compile
+      harness compile --impl triton --target ada --head-dim 64,128,256 --mask full,causal
+    """
+    from .compile import CompileRequest, compile_all, default_impls
+
+    try:
+        head_dims = tuple(int(name) for name in names(head_dim))
+    except ValueError as error:
+        raise UsageError(f"--head-dim must be numbers, got {head_dim!r}") from error
+    request = CompileRequest(
+        impls=names(impl) if impl is not None else default_impls(),
+        targets=names(target),
+        directions=direction,
+        head_dims=head_dims,
+        masks=names(mask),
+        minutes=minutes,
+        limit_s=time_limit,
+        record=record,
+        json=json,
+        form=form,
+    )
+    raise typer.Exit(piped(lambda: compile_all(request, all_asked=impl is not None)))

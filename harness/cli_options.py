@@ -1,0 +1,110 @@
+"""The application, and what its commands share: options, and how they are read.
+
+PyTorch is imported by the commands, not here, so that `--help` and a typo answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .errors import UsageError, one_of
+from .options import Directions, Format
+
+if TYPE_CHECKING:
+    from .baselines.protocol import Span
+    from .environment import Environment
+
+BROKEN_PIPE = 141
+
+app = typer.Typer(
+    name="harness",
+    help="Checks, times and compares the FlashAttention-2 ports.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON lines to FILE.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables.")]
+ImplOption = Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="The ports: triton, tilelang, cute, reference.")]
+SuiteOption = Annotated[
+    str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
+]
+DirectionOption = Annotated[Directions, typer.Option(help="Which direction.")]
+TargetOption = Annotated[str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")]
+OnlyOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")]
+SkipOption = Annotated[str | None, typer.Option(metavar="TEXT", help="No cases with TEXT in name or id.")]
+RoundsOption = Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Go on from these records, also of an interrupted run (FILE.partial)."),
+]
+SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")]
+LimitOption = Annotated[
+    float, typer.Option("--time-limit", min=1, metavar="S", help="Seconds that one check or row of timings may take.")
+]
+IsolateOption = Annotated[
+    bool,
+    typer.Option("--isolate/--no-isolate", help="Launch kernels in a process apart, or in this one, for debuggers."),
+]
+SpansOption = Annotated[
+    str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward, both: both is one launch of the two.")
+]
+BaselineOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[,NAME…]",
+        help="sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all. Speeds are "
+        "relative to the first.",
+        show_default=False,
+    ),
+]
+
+
+def spans(text: str) -> tuple[Span, ...]:
+    """The spans of a comma-separated list. Raises UsageError for what is none."""
+    from .baselines.protocol import SPANS
+
+    for name in names(text):
+        if name not in SPANS:
+            raise UsageError(one_of("--direction", SPANS, name))
+    return tuple(span for name in names(text) for span in SPANS if span == name)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names of a comma-separated list, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def records_file(json: Path | None, resume: Path | None) -> Path | None:
+    """Where records go: to the file that is resumed, unless another one is named."""
+    if json is not None or resume is None:
+        return json
+    return resume.with_suffix("") if resume.suffix == ".partial" else resume
+
+
+def piped(command: Callable[[], int]) -> int:
+    """The command's exit status. `harness run … | head` closes the pipe early, which is nothing to complain about."""
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return status
+
+
+def prepare() -> Environment:
+    """Where commands run; to be known before anything imports triton, which some parts of torch do too."""
+    from .environment import prepare
+
+    return prepare()
