@@ -75,10 +75,17 @@ class Bench:
         return [label for label in self.request.labels if own_name(label) in self.session.ports]
 
 
-def bench(request: BenchRequest, here: Environment, open_port: Callable[[str], Port] = jobs.open_port) -> int:
+def bench(
+    request: BenchRequest,
+    here: Environment,
+    open_port: Callable[[str], Port] = jobs.open_port,
+    *,
+    all_asked: bool = True,
+) -> int:
     """Runs the command and returns its exit status.
 
-    open_port: where ports come from, by name. Raises UsageError for what can be told before anything runs.
+    all_asked: a port that cannot run is an error, and not just a column that says so. open_port: where ports come
+    from, by name. Raises UsageError for what can be told before anything runs.
     """
     if not here.has_gpu:
         raise UsageError("harness bench times ports, which takes a GPU; without one harness run checks them")
@@ -98,7 +105,7 @@ def bench(request: BenchRequest, here: Environment, open_port: Callable[[str], P
     except KeyboardInterrupt:
         complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
         return INTERRUPTED
-    return status_of(session, (check_of(record) for record in this.records))
+    return status_of(session, (check_of(record) for record in this.records), all_asked=all_asked)
 
 
 @contextmanager
@@ -156,7 +163,7 @@ def _case(this: Bench, caller: Caller, case: Case) -> None:
                 sources=session.ports[own_name(label)],
                 **session.about(case),
                 timing=row.timing if timed else None,
-                untimed=lost or row.dropped.get(label, ""),
+                untimed=lost or (f"it {row.dropped[label]}" if label in row.dropped else ""),
                 baselines=beside,
                 compile_s=compile_s,
             )
@@ -174,10 +181,7 @@ def _time(this: Bench, caller: Caller, case: Case, span: Span, contestants: dict
     passed = [label for label, check in contestants.items() if check.verdict == "pass"]
     if not flops_of(case.problem, span) or not any(label in passed for label in this.labels):
         return TimedRow(None, {}), ""
-    try:
-        return caller.call(jobs.time_row, this.session.setting, passed, case, span, this.request.rounds), ""
-    except Lost as lost:
-        return TimedRow(None, {}), f"it {lost}"
+    return this.session.time(caller, passed, case, span, this.request.rounds)
 
 
 def _of_row(check: Check, row: TimedRow) -> Check:

@@ -10,7 +10,6 @@ from .cli_options import (
     BaselineOption,
     DirectionOption,
     FormatOption,
-    ImplOption,
     IsolateOption,
     JsonOption,
     LimitOption,
@@ -23,6 +22,7 @@ from .cli_options import (
     SuiteOption,
     TargetOption,
     app,
+    kernel_ports,
     names,
     piped,
     prepare,
@@ -36,8 +36,13 @@ from .options import LIMIT_S, Directions, Format
 @app.command("bench", short_help="Time all ports and baselines against each other.")
 def bench_command(
     impl: Annotated[
-        str, typer.Option(metavar="NAME[,NAME…]", help="The ports; a name given twice is timed beside itself.")
-    ] = "triton,tilelang,cute",
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME…]",
+            help="The ports; default, all that have kernels. One named twice is timed beside itself.",
+            show_default=False,
+        ),
+    ] = None,
     suite: SuiteOption = "walkthrough",
     direction: SpansOption = "forward,backward,both",
     baseline: BaselineOption = None,
@@ -74,7 +79,7 @@ def bench_command(
     from .bench import BenchRequest, bench
 
     request = BenchRequest(
-        impls=tuple(name.strip() for name in impl.split(",")),
+        impls=kernel_ports() if impl is None else tuple(name.strip() for name in impl.split(",")),
         suite=suite,
         spans=spans(direction),
         baselines=tuple(BASELINES) if baseline is None else names(baseline),
@@ -90,12 +95,15 @@ def bench_command(
         json=records_file(json, resume),
         form=form,
     )
-    raise typer.Exit(piped(lambda: bench(request, here)))
+    raise typer.Exit(piped(lambda: bench(request, here, all_asked=impl is not None)))
 
 
 @app.command("memory", short_help="Peak memory, up to where the plain attention has none left.")
 def memory_command(
-    impl: ImplOption = "triton,tilelang,cute",
+    impl: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME…]", help="The ports; default, all that have kernels.", show_default=False),
+    ] = None,
     suite: SuiteOption = "long",
     direction: SpansOption = "forward,backward",
     baseline: BaselineOption = None,
@@ -124,7 +132,7 @@ def memory_command(
     from .memory import MemoryRequest, memory
 
     request = MemoryRequest(
-        impls=names(impl),
+        impls=kernel_ports() if impl is None else names(impl),
         suite=suite,
         spans=spans(direction),
         baselines=tuple(BASELINES) if baseline is None else names(baseline),
@@ -137,7 +145,7 @@ def memory_command(
         json=json,
         form=form,
     )
-    raise typer.Exit(piped(lambda: memory(request, here)))
+    raise typer.Exit(piped(lambda: memory(request, here, all_asked=impl is not None)))
 
 
 @app.command("compile", short_help="Build the shipped kernels for every target, without a GPU.")
@@ -172,14 +180,14 @@ def compile_command(
       harness compile
       harness compile --impl triton --target ada --head-dim 64,128,256 --mask full,causal
     """
-    from .compile import CompileRequest, compile_all, default_impls
+    from .compile import CompileRequest, compile_all
 
     try:
         head_dims = tuple(int(name) for name in names(head_dim))
     except ValueError as error:
         raise UsageError(f"--head-dim must be numbers, got {head_dim!r}") from error
     request = CompileRequest(
-        impls=names(impl) if impl is not None else default_impls(),
+        impls=names(impl) if impl is not None else kernel_ports(),
         targets=names(target),
         directions=direction,
         head_dims=head_dims,

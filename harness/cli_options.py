@@ -85,6 +85,13 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
+def kernel_ports() -> tuple[str, ...]:
+    """The ports that are written and have kernels: all but the reference."""
+    from common.ports import is_written, port_names
+
+    return tuple(name for name in port_names() if name != "reference" and is_written(name))
+
+
 def records_file(json: Path | None, resume: Path | None) -> Path | None:
     """Where records go: to the file that is resumed, unless another one is named."""
     if json is not None or resume is None:

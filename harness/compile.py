@@ -15,7 +15,6 @@ import torch
 
 import common
 from common import Build, Direction, Port, Problem, Target
-from common.ports import is_written
 from common.target import TARGETS
 
 from . import jobs
@@ -298,8 +297,3 @@ def build_record(row: Row, *, sources: str | None, facts: dict[str, Any]) -> dic
         "sources": sources,
         "provenance": facts,
     }
-
-
-def default_impls() -> tuple[str, ...]:
-    """The ports that are written and have something to compile."""
-    return tuple(name for name in common.port_names() if name in COMPILERS and is_written(name))

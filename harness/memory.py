@@ -100,10 +100,17 @@ class Memory:
     cells: list[Cell] = field(default_factory=list)
 
 
-def memory(request: MemoryRequest, here: Environment, open_port: Callable[[str], Port] = jobs.open_port) -> int:
+def memory(
+    request: MemoryRequest,
+    here: Environment,
+    open_port: Callable[[str], Port] = jobs.open_port,
+    *,
+    all_asked: bool = True,
+) -> int:
     """Runs the command and returns its exit status.
 
-    open_port: where ports come from, by name. Raises UsageError for what can be told before anything runs.
+    all_asked: a port that cannot run is an error, and not just a line on stderr. open_port: where ports come
+    from, by name. Raises UsageError for what can be told before anything runs.
     """
     if not here.has_gpu:
         raise UsageError("harness memory measures the memory of a GPU, and none is used here")
@@ -126,7 +133,8 @@ def memory(request: MemoryRequest, here: Environment, open_port: Callable[[str],
     except KeyboardInterrupt:
         complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
         return INTERRUPTED
-    return status_of(session, (cell.check for cell in this.cells if cell.check and cell.name in session.ports))
+    checks = (cell.check for cell in this.cells if cell.check and cell.name in session.ports)
+    return status_of(session, checks, all_asked=all_asked)
 
 
 def _case(this: Memory, caller: Caller, case: Case) -> None:

@@ -17,7 +17,7 @@ from .baselines import SDPA_FLASH
 from .baselines.protocol import Span, flops_of
 from .checks import NAMES, RULE
 from .environment import Environment
-from .isolation import Caller, Lost
+from .isolation import Caller
 from .options import Format
 from .reader import Record
 from .records import RecordFile, check_of, check_record, timing_of
@@ -177,18 +177,12 @@ def _time_all(this: Run) -> None:
                 continue
             ports = [result.check.port for result in results]
             rivals = [baseline.port] if baseline is not None and baseline.verdict == "pass" else []
-            arguments = (this.session.setting, [*ports, *rivals], case, check.direction, this.request.rounds)
-            try:
-                row = this.session.callers[0].call(jobs.time_row, *arguments)
-            except Lost as lost:  # it costs its own row
-                for result in results:
-                    result.untimed = f"not timed: it {lost}"
-                continue
+            rounds, caller = this.request.rounds, this.session.callers[0]
+            row, lost = this.session.time(caller, [*ports, *rivals], case, check.direction, rounds)
             for result in results:
-                if result.check.port in row.dropped:
-                    result.untimed = f"not timed: it {row.dropped[result.check.port]}"
-                else:
-                    result.timing = row.timing
+                dropped = row.dropped.get(result.check.port)
+                result.untimed = lost or (f"it {dropped}" if dropped else "")
+                result.timing = None if result.untimed else row.timing
                 this.write(result)
 
 
@@ -261,7 +255,7 @@ def _timing_table(this: Run, port: str, direction: Direction, results: list[Resu
     for result in results:
         table.add(*_problem_cells(result), *_time_cells(result))
         if result.untimed:
-            table.notes.append(f"{result.case.id} {result.case.problem.id}: {result.untimed}")
+            table.notes.append(f"{result.case.id} {result.case.problem.id}: not timed: {result.untimed}")
         if result.timing is not None and result.timing.throttled:
             reasons = sorted({reason for r in result.timing.rounds for reason in r.sensors.throttled})
             table.notes.append(

@@ -22,6 +22,7 @@ import common
 from common import Direction, Port, Switches, Target
 
 from . import jobs
+from .baselines.protocol import Span
 from .environment import Environment
 from .errors import UsageError, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
@@ -33,7 +34,8 @@ from .suites import Case, Suite, load_suite
 from .trial import Check, Verdict
 
 OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
-GIVE_UP_AFTER = 3  # checks of one contestant that took too long, in a row
+GIVE_UP_AFTER = 3  # checks of one contestant that took too long, in a row, or rows of timings
+TIMING = "timing"  # beside the names of contestants
 WORKERS_MOST = 4  # on a CPU; each takes about 1 GB
 
 EACH: dict[Directions, tuple[Direction, ...]] = {
@@ -185,6 +187,21 @@ class Session:
                 failed = True
                 self._hung[name] += isinstance(lost, TimedOut)
                 yield Check(*about, "fail", reason=str(lost))
+
+    def time(
+        self, caller: Caller, names: Sequence[str], case: Case, span: Span, rounds: int
+    ) -> tuple[jobs.TimedRow, str]:
+        """The timing of contestants against each other; or none, and why: that it was lost costs its own row."""
+        nothing = jobs.TimedRow(None, {})
+        if self._hung[TIMING] >= GIVE_UP_AFTER:
+            return nothing, f"the {GIVE_UP_AFTER} rows before it took too long"
+        try:
+            row = caller.call(jobs.time_row, self.setting, names, case, span, rounds)
+            self._hung[TIMING] = 0
+        except Lost as lost:
+            self._hung[TIMING] += isinstance(lost, TimedOut)
+            return nothing, f"it {lost}"
+        return row, ""
 
     def earlier(self, case: Case) -> list[Record]:
         """The records of the case in the file to resume, as far as they are of these ports, this card and these

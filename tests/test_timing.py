@@ -277,5 +277,5 @@ def test_a_baseline_that_cannot_leaves_our_time_alone() -> None:
 
 def test_what_was_not_timed_is_in_no_table() -> None:
     assert timing_tables(a_run(None)) == []
-    (table,) = timing_tables(a_run(None, untimed="not timed: OutOfMemoryError"))
+    (table,) = timing_tables(a_run(None, untimed="OutOfMemoryError"))
     assert "not timed: OutOfMemoryError" in table.notes[0]
