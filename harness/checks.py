@@ -12,12 +12,13 @@ of one segment of one head, a tensor passes when error <= allowed in all of them
 - `naive` is the error of the plain PyTorch attention in the dtype of the tensor: the input's for o, dq, dk, dv, and
   fp32 for lse. It counts for a 32nd of the largest truth at most, also where it is not finite, so that an input that
   breaks the plain attention (scores past fp16, logits past what bf16 resolves) excuses nobody else.
-- `floor` is the rounding that no FlashAttention avoids, however lucky the plain attention was. For lse: 4 units of
-  fp32, which is what scores summed in fp32 carry. For the others: half a unit in the last place of the largest truth,
-  and half a unit of p or ds, which are rounded for the product; the error of lse, which p = exp(s - lse) inherits as a
-  relative one and which counts for a 32nd at most too (for dk and dv, that of all queries); and for dq, dk, dv twice
-  what it costs, computed in float64, that delta = rowsum(do · o) reads the o that the forward rounded (and that
-  passed), and is summed in fp32. And 2^16 times fp32's smallest normal number, for the terms of a sum that are smaller
+- `floor` is the rounding that no FlashAttention avoids, however lucky the plain attention was. For lse: what scores
+  summed in fp32 carry, 4 units of fp32 or, where it is more, one unit of the largest |q| · |k| · scale, because the
+  partial sums of a score are of that size, however small the score itself is. For the others: half a unit in the last
+  place of the largest truth, and half a unit of p or ds, which are rounded for the product; the error of lse, which
+  p = exp(s - lse) inherits as a relative one and which counts for a 32nd at most too (for dk and dv, that of all
+  queries); and for dq, dk, dv twice what it costs, computed in float64, that delta = rowsum(do · o) reads the o that
+  the forward rounded (and that passed), and is summed in fp32. And 2^16 times fp32's smallest normal number, for the terms of a sum that are smaller
   and that kernels flush to zero.
 
 What is reported of a tensor is the segment with the largest error over allowed.
@@ -56,8 +57,8 @@ RULE = (
     f"For each head and each of up to {SEGMENTS_MOST} segments of {SEGMENT_ROWS} rows or more: "
     f"error = max|x - float64 oracle|; allowed = {NAIVE_FACTOR} x min(error of PyTorch's plain attention in the same "
     f"dtype, max|oracle|/{1 / RELATIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
-    f"max(1, max|lse|); for o and gradients: (eps + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle| + "
-    f"{UNDERFLOW:.0e}, and for gradients {NAIVE_FACTOR} x what the rounded o costs through delta. Shown: the largest "
+    f"max(1, max|lse|), or eps(fp32) x max|q| x max|k| x scale where that is more; for o and gradients: "
+    f"(eps + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle| + {UNDERFLOW:.0e}, and for gradients {NAIVE_FACTOR} x what the rounded o costs through delta. Shown: the largest "
     "error / allowed."
 )
 
@@ -180,19 +181,28 @@ class Truth:
         in_fp32 = replace(problem, dtype=torch.float32)
         _, naive_lse = _by_heads(naive_forward, (x.q.float(), x.k.float(), x.v.float()), in_fp32)
         largest, largest_lse = largest_by_segment("o", o), largest_by_segment("lse", lse)
-        lse_floor = _lse_floor(largest_lse)
+        lse_floor = torch.maximum(_lse_floor(largest_lse), FP32_EPS * self._largest_products())
         floor = _floor(largest, lse_floor, problem.dtype)
         return {
             "o": Yardstick(o, largest, by_segment("o", distance_to(naive_o, o)), floor),
             "lse": Yardstick(lse, largest_lse, by_segment("lse", distance_to(naive_lse, lse)), lse_floor),
         }
 
+    def _largest_products(self) -> torch.Tensor:
+        """|q| · |k| · scale by segment of queries, with the head's largest key."""
+        q_norms = largest_by_segment("lse", self._inputs.q.double().norm(dim=-1))
+        k_norms = self._inputs.k.double().norm(dim=-1)
+        largest = k_norms.amax(-1, keepdim=True) if k_norms.shape[-1] else k_norms.new_zeros((*k_norms.shape[:-1], 1))
+        if largest.dim() == 3:
+            largest = largest.repeat_interleave(self._problem.group, 1)
+        return q_norms * largest * self._problem.scale
+
     def _backward(self, with_dlse: bool) -> dict[str, Yardstick]:
         x, problem = self._inputs, self._problem
         arguments = (x.do, x.dlse if with_dlse else None, x.q, x.k, x.v)
         oracle = oracle_backward(*arguments, problem)
         naive = _by_heads(naive_backward, arguments, problem)
-        of_queries = _lse_floor(self.forward()["lse"].largest)
+        of_queries = self.forward()["lse"].floor
         of_keys = of_queries.amax(-1, keepdim=True)  # a key is in the sums of all queries of its head's group
         if of_keys.dim() == 3:
             of_keys = of_keys.unflatten(1, (problem.heads_kv, problem.group)).amax(2)

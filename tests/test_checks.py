@@ -26,6 +26,7 @@ from harness.provenance import provenance
 from harness.records import RecordFile, check_record
 from harness.suites import load_suite
 from harness.trial import Check, Trial
+from reference.port import ReferencePort
 
 from .fakes import KERNEL_FAULTS, FakePort
 
@@ -302,6 +303,19 @@ def test_rows_that_see_no_key_have_to_be_exactly_zero() -> None:
     assert trial(FakePort(), problem).check("backward").verdict == "pass"
     check = trial(wrong("forward", spoil), problem).check("forward")
     assert check.complaints() == ["o is not 0 in rows that see no key"]
+
+
+def test_scores_of_many_terms_may_round_as_their_sums_do() -> None:
+    # With two keys the plain attention errs by a tenth of what the sum of 232 products may.
+    problem = Problem(1, 9, 3, 31, 2, 232, torch.float16, Mask(0, 1, "top_left"))
+    inputs = make_inputs(problem, InputSpec(), seed=7, device=CPU)
+    truth = Truth(problem, inputs)
+    check = Trial(ReferencePort(), problem, inputs, truth, target=ADA).check("forward")
+    assert check.verdict == "pass", check.complaints()
+    q_row, k_row = (x[..., :1, :].double().norm() for x in (inputs.q[:, :1], inputs.k[:, :1]))
+    eps = torch.finfo(torch.float32).eps
+    assert truth.forward()["lse"].floor[0, 0, 0] >= eps * q_row * k_row * problem.scale
+    assert float(truth.forward()["lse"].floor.max()) < 50 * eps
 
 
 def test_infinity_has_to_be_met_exactly() -> None:
