@@ -18,8 +18,8 @@ of one segment of one head, a tensor passes when error <= allowed in all of them
   place of the largest truth, and half a unit of p or ds, which are rounded for the product; the error of lse, which
   p = exp(s - lse) inherits as a relative one and which counts for a 32nd at most too (for dk and dv, that of all
   queries); and for dq, dk, dv twice what it costs, computed in float64, that delta = rowsum(do · o) reads the o that
-  the forward rounded (and that passed), and is summed in fp32. And 2^16 times fp32's smallest normal number, for the terms of a sum that are smaller
-  and that kernels flush to zero.
+  the forward rounded (and that passed), and is summed in fp32. And 2^16 times fp32's smallest normal number, for the
+  terms of a sum that are smaller and that kernels flush to zero.
 
 What is reported of a tensor is the segment with the largest error over allowed.
 
@@ -58,8 +58,8 @@ RULE = (
     f"error = max|x - float64 oracle|; allowed = {NAIVE_FACTOR} x min(error of PyTorch's plain attention in the same "
     f"dtype, max|oracle|/{1 / RELATIVE_CAP:.0f}) + floor; floor for lse: f = {LSE_FLOOR_ULPS} x eps(fp32) x "
     f"max(1, max|lse|), or eps(fp32) x max|q| x max|k| x scale where that is more; for o and gradients: "
-    f"(eps + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle| + {UNDERFLOW:.0e}, and for gradients {NAIVE_FACTOR} x what the rounded o costs through delta. Shown: the largest "
-    "error / allowed."
+    f"(eps + min(f, 1/{1 / RELATIVE_CAP:.0f})) x max|oracle| + {UNDERFLOW:.0e}, and for gradients "
+    f"{NAIVE_FACTOR} x what the rounded o costs through delta. Shown: the largest error / allowed."
 )
 
 
