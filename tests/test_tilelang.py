@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,20 @@ def test_dq_is_summed_by_atomics_only_where_the_tile_says_so_and_nobody_minds() 
         TILELANG.check_tile(problem, HOPPER, "backward", tile)
 
 
+def test_kernels_are_those_of_a_call_and_equal_for_equal_code() -> None:
+    short, long = (Problem(1, 2, 2, n, n, 64, mask=Mask.causal()) for n in (100, 5000))
+    assert TILELANG.kernels(short, ADA, "forward") == TILELANG.kernels(long, ADA, "forward")
+    tile = TILELANG.tiles(short, ADA, "backward")[0]
+    launches = plan(short, ADA, "backward", tile, Switches())
+    assert TILELANG.kernels(short, ADA, "backward") == [launch.kernel for launch in launches]
+    plain, with_dlse = (set(TILELANG.kernels(short, HOPPER, "backward", dlse=dlse)) for dlse in (False, True))
+    assert len(plain & with_dlse) == 2
+    assert len(plain | with_dlse) == 4
+    assert pickle.loads(pickle.dumps(plain)) == plain
+    assert TILELANG.kernels(dataclasses.replace(short, dtype=torch.float32), ADA, "forward") == ()
+    assert TILELANG.kernels(dataclasses.replace(short, len_k=0), ADA, "backward") == ()
+
+
 def test_a_grid_past_32_bits_is_refused() -> None:
     problem = Problem(2**20, 64, 64, 1024, 16, 16, torch.float16)
     for direction in ("forward", "backward"):
@@ -282,7 +297,7 @@ from common import Problem, Switches, Target, Tile
 from tilelang_impl.build import plan
 ada = Target.named("ada")
 prepare, *_ = plan(Problem(1, 1, 1, 64, 64, 16), ada, "backward", Tile(16, 16, 1, 1), Switches())
-print(type(prepare.function("sm_89")).__name__)
+print(type(prepare.kernel.compile("sm_89")).__name__)
 """
 
 

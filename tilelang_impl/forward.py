@@ -103,9 +103,11 @@ def forward_program(
                 T.copy(row_max, old_max)
                 T.reduce_max(s, row_max, dim=1, clear=False)
                 for i in T.Parallel(BLOCK_M):
-                    # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
-                    shift[i] = T.if_then_else(row_max[i] == -INF, 0.0, row_max[i] * factor)
-                    rescale[i] = exp(old_max[i] * factor - shift[i])
+                    # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN. Where the maximum
+                    # stays, the difference is 0 and rescale 1; of the rounded products it would be 1 + ε each time.
+                    shift[i] = T.if_then_else(row_max[i] == -INF, 0.0, row_max[i])
+                    rescale[i] = exp((old_max[i] - shift[i]) * factor)
+                    shift[i] *= factor
                 for i, j in T.Parallel(BLOCK_M, BLOCK_N):
                     s[i, j] = exp(s[i, j] * factor - shift[i])
                 T.reduce_sum(s, tile_sum, dim=1)

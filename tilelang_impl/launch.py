@@ -74,28 +74,40 @@ class Launch:
             options[PassConfigKey.TL_DISABLE_TMA_LOWER.value] = True
         return options
 
-    def function(self, sm: str) -> Callable[..., None]:
-        """The compiled kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
-        return _compiled(self.program, self.constants, sm, tuple(self.pass_configs.items()))
+    @property
+    def kernel(self) -> Kernel:
+        """What there is to compile."""
+        return Kernel(self.program, self.constants, tuple(self.pass_configs.items()))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All that a kernel's code depends on: the function that writes it, its constants, and the compiler's options."""
+
+    program: Callable[..., Any]
+    constants: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def compile(self, sm: str) -> Callable[..., None]:
+        """The kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
+        return _compiled(self, sm)
 
 
 @cache
-def _compiled(
-    program: Callable[..., Any], constants: tuple[Any, ...], sm: str, options: tuple[tuple[str, Any], ...]
-) -> Callable[..., None]:
+def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
     with warnings.catch_warnings(), _announced_on_stderr():
         # The option that keeps copies off TMA is announced to go; the version of TileLang that is pinned has it.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            kernel = tilelang.compile(
-                program(*constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
-                pass_configs=dict(options),
+            compiled = tilelang.compile(
+                kernel.program(*kernel.constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
+                pass_configs=dict(kernel.options),
             )  # fmt: skip
         except Exception:
             nvcc()  # where there is none, that is the reason
             raise
-    # The kernel object would look at every argument in Python once more; what it calls in the end is this.
-    executable = kernel.adapter.get_exportable_executable()
+    # TileLang's object would look at every argument in Python once more; what it calls in the end is this.
+    executable = compiled.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     return module.main
 
@@ -129,7 +141,7 @@ def ready(
     """
     sm = Target.detect(device).sm
     launches = plan(problem, target, tile, switches, layouts, *options)
-    return tuple(_bind(launch.function(sm), launch.scalars) for launch in launches)
+    return tuple(_bind(launch.kernel.compile(sm), launch.scalars) for launch in launches)
 
 
 def _bind(function: Callable[..., None], scalars: tuple[float, ...]) -> Callable[..., None]:

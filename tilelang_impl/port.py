@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common import Build, Direction, Kernel, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
 from common.ports import dtype_reason
 
 from . import budget
-from .backward import backward
+from .backward import backward, plan_backward
 from .build import build
-from .forward import forward
-from .launch import ROW_PADDING, asynchronous
+from .forward import forward, plan_forward
+from .launch import ROW_PADDING, Launch, asynchronous
 from .toolchain import version_fault
 
 # What a tile may say besides its own: forward, whether acc is rescaled only when a maximum has moved; backward, whether
@@ -79,6 +80,26 @@ class TilelangPort(Port):
             raise Unsupported(reason)
         tile = self.choose_tile(problem, target, direction, tile, switches)
         return build(problem, target, direction, tile, switches)
+
+    def kernels(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        dlse: bool = False,
+        deterministic: bool = False,
+    ) -> Sequence[Kernel]:
+        if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
+            return ()
+        tile = self.choose_tile(problem, target, direction, None, Switches())
+        if direction == "forward":
+            launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches(), ("bhnd",) * 4)
+        else:
+            layouts = ("bhnd",) * 5 + (("dlse",) if dlse else ())
+            atomic_dq = not deterministic and bool(tile.get("atomic_dq", 0))
+            launches = plan_backward(problem, target, tile, Switches(), layouts, atomic_dq)
+        return [launch.kernel for launch in launches]
 
     def _forward(
         self,
