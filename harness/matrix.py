@@ -10,6 +10,7 @@ from itertools import combinations
 from common import Direction, Port, Tile
 
 from . import jobs
+from .ahead import compile_ahead
 from .checks import NAMES, RULE, place_in_words, tile_in_words
 from .environment import Environment
 from .isolation import Caller, Lost
@@ -62,6 +63,7 @@ def matrix(
         with Session.open(request, here, open_port) as session:
             try:
                 with RecordFile(request.json) if request.json else nullcontext() as records:
+                    compile_ahead(session)
                     for _, row in session.for_each_case("checking", lambda caller, case: _row(session, caller, case)):
                         rows.append(row)
                         if records is not None:

@@ -13,6 +13,7 @@ import torch
 from common import Direction, Port
 
 from . import jobs, timing
+from .ahead import compile_ahead
 from .baselines import SDPA_FLASH
 from .baselines.protocol import Span, flops_of
 from .checks import NAMES, RULE
@@ -94,6 +95,7 @@ def run(request: RunRequest, here: Environment, open_port: Callable[[str], Port]
                 return NOTHING_RAN
             with RecordFile(request.json) if request.json else nullcontext() as records:
                 this = Run(request, session, records)
+                compile_ahead(session)
                 _run(this)
     except KeyboardInterrupt:
         kept = f"; the records so far are in {records.partial}" if records else ""

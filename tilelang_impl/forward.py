@@ -119,10 +119,7 @@ def forward_program(
                     for i in T.Parallel(BLOCK_M):
                         if row_max[i] > old_max[i]:
                             moved = True
-                    if moved:
-                        for i, d in T.Parallel(BLOCK_M, BLOCK_D):
-                            acc[i, d] *= rescale[i]
-                else:
+                if moved if LAZY_RESCALE else True:
                     for i, d in T.Parallel(BLOCK_M, BLOCK_D):
                         acc[i, d] *= rescale[i]
                 T.gemm(p, s_v, acc, policy=T.GemmWarpPolicy.FullRow)

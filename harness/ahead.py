@@ -1,0 +1,81 @@
+"""Compiling what the ports of a run will launch, before it and in parallel, where check after check would wait for it.
+
+Some languages take ten seconds and more for a kernel, and a suite has a hundred of them. Their compilers keep on disk
+what they have compiled, so it does not matter which process it was. A kernel travels between processes as bytes, so
+that the harness itself need not import its language.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+
+from common import Direction, Problem
+
+from .isolation import Caller, Lost, Worker
+from .jobs import Setting
+from .session import Session, in_order, progress
+
+PROCESSES_MOST = 16  # each takes about 1 GB
+WORTH_IT = 3  # kernels; a process takes seconds to start
+
+
+def compile_ahead(session: Session) -> int:
+    """Compiles what the checks and timings of a session launch, as far as its ports ask for it: how many kernels.
+
+    Only for a GPU, and not in the harness's own process. What cannot be compiled is left to the check that needs it,
+    which will say why.
+    """
+    request, setting = session.request, session.setting
+    if not (session.environment.has_gpu and request.isolated):
+        return 0
+    problems = tuple(case.problem for case in session.suite.cases if not session.earlier(case))
+    try:
+        kernels = session.callers[0].call(kernels_of, setting, tuple(session.ports), problems, request.each)
+    except Lost:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores, len(kernels), PROCESSES_MOST)
+    if len(kernels) < WORTH_IT or count < 2:
+        return 0
+    sm = session.environment.native.sm
+
+    def compile_there(caller: Caller, kernel: bytes) -> None:
+        with suppress(Lost):
+            caller.call(compile_kernel, kernel, sm)
+
+    workers = [Worker(request.limit_s, threads=1, environment=session.variables) for _ in range(count)]
+    try:
+        with progress("compiling", len(kernels)) as begin, in_order(workers, compile_there, kernels) as outcomes:
+            for outcome in outcomes:
+                begin("")
+                outcome()
+    finally:
+        for worker in workers:
+            worker.close()
+    return len(kernels)
+
+
+def kernels_of(
+    setting: Setting, names: Sequence[str], problems: Sequence[Problem], directions: Sequence[Direction]
+) -> list[bytes]:
+    """The kernels, each once; called in a worker.
+
+    A check has the backward take the gradient of lse in one call, and be deterministic without it in another.
+    """
+    found = {}
+    for name in names:
+        port = setting.open_port(name)
+        for problem in problems:
+            for direction in directions:
+                forms = [{}] if direction == "forward" else [{"dlse": True}, {"deterministic": True}]
+                for form in forms:
+                    found.update(dict.fromkeys(port.kernels(problem, setting.target, direction, **form)))
+    return [pickle.dumps(kernel) for kernel in found]
+
+
+def compile_kernel(kernel: bytes, sm: str) -> None:
+    """Compiles a kernel; called in a worker."""
+    pickle.loads(kernel).compile(sm)
