@@ -149,6 +149,12 @@ def test_a_tile_that_a_warp_cannot_hold_whole_rows_of_is_refused(tile: Tile) -> 
         TILELANG.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, "forward", tile)
 
 
+@pytest.mark.parametrize(("target", "warps", "most"), [(ADA, 33, 32), (HOPPER, 32, 28)], ids=str)
+def test_more_warps_than_a_block_has_are_refused(target: Target, warps: int, most: int) -> None:
+    with pytest.raises(Unsupported, match=f"at most {most} warps"):
+        TILELANG.check_tile(Problem(1, 1, 1, 1024, 64, 16), target, "forward", Tile(16 * warps, 16, warps, 2))
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_no_tile_has_is_refused_with_what_there_is(direction: Direction) -> None:
     tile = Tile(64, 64, extra=(("dq_block_k", 64),))

@@ -14,10 +14,11 @@ from . import budget
 from .backward import backward
 from .build import build
 from .forward import forward
-from .launch import ROW_PADDING
+from .launch import ROW_PADDING, asynchronous
 from .toolchain import version_fault
 
 EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
+WARPS_MAX = 32
 
 
 class TilelangPort(Port):
@@ -58,6 +59,10 @@ class TilelangPort(Port):
                     f"a warp holds whole rows of scores, 16 at a time: the side a block owns must be a multiple of "
                     f"16 rows for each warp and the other one of 16, got tile {tile}"
                 )
+            # The copies by TMA have a warpgroup of their own.
+            most = WARPS_MAX - 4 if asynchronous(target, part, owned_rows) else WARPS_MAX
+            if part.warps > most:
+                raise Unsupported(f"a block has at most {most} warps that compute, got tile {tile}")
         budget.check(problem, target, direction, tile)
 
     def build(
