@@ -107,14 +107,19 @@ TRITON = Subject(
     trials=tuple((dtype, Tile(32, 16)) for dtype in (*HALVES, torch.float32)),
     interpreted=True,
 )
-# A pipeline of one stage, of two and of three: each is other code, and has hidden mistakes of its own.
+# A pipeline of one stage, of two and of three: each is other code, and has hidden mistakes of its own. So is dq by
+# atomics, which only tiles of mma.sync have; a tile of one stage is one everywhere.
 TILELANG = Subject(
     "tilelang",
     needs="tilelang",
     dtypes=HALVES,
     trials=tuple(
-        (dtype, Tile(64, 64, 4, stages, dq_tile(64, 64, 4, stages)))
-        for dtype, stages in ((torch.float16, 2), (torch.bfloat16, 1), (torch.bfloat16, 3))
+        (dtype, Tile(64, 64, 4, stages, (*atomic, *dq_tile(64, 64, 4, stages))))
+        for dtype, stages, atomic in (
+            (torch.float16, 2, ()),
+            (torch.bfloat16, 1, (("atomic_dq", 1),)),
+            (torch.bfloat16, 3, ()),
+        )
     ),
 )
 REFERENCE = Subject(
@@ -135,6 +140,17 @@ def each_path() -> pytest.MarkDecorator:
         ("subject", "target"),
         [pytest.param(one, path, marks=one.marks, id=f"{one}-{path_name(path)}") for one, path in pairs],
     )
+
+
+def each_head_dim() -> pytest.MarkDecorator:
+    """Parametrizes a test by `subject`, `target` and `head_dim`: multiples of 64 on every path, the others on one."""
+    params = []
+    for one, head_dim in itertools.product(SUBJECTS, range(16, 257, 8)):
+        paths = one.paths if head_dim % 64 == 0 else [one.paths[head_dim // 16 % len(one.paths)]]
+        for path in paths:
+            name = f"{one}-{path_name(path)}-{head_dim}"
+            params.append(pytest.param(one, path, head_dim, marks=one.marks, id=name))
+    return pytest.mark.parametrize(("subject", "target", "head_dim"), params)
 
 
 def each_trial() -> pytest.MarkDecorator:

@@ -183,8 +183,8 @@ def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 def run_harness(folder: Path, port: str, only: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     """`harness run` of the quick suite, from that folder: the process, and its records."""
     records = folder / "records.jsonl"
-    command = ["-m", "harness", "run", "--impl", port, "--suite", "quick", "--no-timing", "--only", only]
-    done = run_python(folder, *command, "--json", str(records))
+    command = ["-m", "harness", "run", "--impl", port, "--suite", "quick", "--no-timing", "--no-isolate"]
+    done = run_python(folder, *command, "--only", only, "--json", str(records))
     return done, [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
 
 

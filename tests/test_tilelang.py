@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from common import Direction, Mask, Problem, Switches, Target, Tile, TileKind, U
 tilelang_impl = pytest.importorskip("tilelang_impl", reason="TileLang is not installed", exc_type=ImportError)
 
 from tilelang_impl import budget, toolchain  # noqa: E402
+from tilelang_impl.backward import plan_backward  # noqa: E402
 from tilelang_impl.blocks import tile_range  # noqa: E402
 from tilelang_impl.build import lower, plan  # noqa: E402
 from tilelang_impl.launch import band, block_d, padded_len, settle  # noqa: E402
@@ -44,6 +46,7 @@ def test_a_new_length_or_batch_or_number_of_heads_compiles_nothing() -> None:
 VARIANTS = [
     pytest.param(ADA, "forward", Mask.causal(), 128, 1, id="ada-forward-causal"),
     pytest.param(ADA, "backward", Mask(left=9, right=12), 40, 2, id="ada-backward-window-grouped-padded"),
+    pytest.param(ADA, "backward", Mask(), 256, 1, id="ada-backward-full-wide"),
     pytest.param(HOPPER, "forward", Mask(left=20), 64, 2, id="hopper-forward-left-grouped"),
     pytest.param(HOPPER, "backward", Mask.causal(), 128, 1, id="hopper-backward-causal"),
     pytest.param(Target.named("blackwell"), "forward", Mask(), 64, 1, id="blackwell-forward-full"),
@@ -60,7 +63,7 @@ def test_variants_lower_to_the_targets_instructions_and_keep_to_the_budget(
     parts = budget.shared_memory(problem, target, direction, tile)
     for launch in plan(problem, target, direction, tile, Switches()):
         source, shared = lower(launch, target)
-        if launch.name == "prepare_kernel":
+        if launch.name in ("prepare_kernel", "scale_dq_kernel"):
             assert shared == 0
             continue
         if launch.asynchronous:
@@ -158,7 +161,7 @@ def test_more_warps_than_a_block_has_are_refused(target: Target, warps: int, mos
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_no_tile_has_is_refused_with_what_there_is(direction: Direction) -> None:
     tile = Tile(64, 64, extra=(("dq_block_k", 64),))
-    with pytest.raises(Unsupported, match=r"no dq_block_k \(but dq_block_m, dq_block_n, dq_stages, dq_warps\)"):
+    with pytest.raises(Unsupported, match=r"no dq_block_k \(but atomic_dq, dq_block_m, .*, dq_warps, lazy_rescale\)"):
         TILELANG.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, direction, tile)
 
 
@@ -167,6 +170,32 @@ def test_a_launch_has_the_tile_of_its_kernel() -> None:
     launches = plan(Problem(1, 1, 1, 256, 256, 64), HOPPER, "backward", tile, Switches())
     assert [launch.name for launch in launches] == ["prepare_kernel", "dkdv_kernel", "dq_kernel"]
     assert [launch.tile for launch in launches[1:]] == [Tile(64, 128, 8, 2), Tile(128, 64, 8, 1)]
+
+
+def test_dq_is_summed_by_atomics_only_where_the_tile_says_so_and_nobody_minds() -> None:
+    tile = Tile(32, 128, 4, 2, (("atomic_dq", 1), *dq_tile(128, 64, 4, 2)))
+    problem = Problem(1, 1, 1, 256, 256, 64)
+    names = [launch.name for launch in plan(problem, ADA, "backward", tile, Switches())]
+    assert names == ["prepare_kernel", "dkdv_kernel", "scale_dq_kernel"]
+    repeatable = plan_backward(problem, ADA, tile, Switches(), ("bhnd",) * 5, False)
+    assert [launch.name for launch in repeatable] == ["prepare_kernel", "dkdv_kernel", "dq_kernel"]
+    assert repeatable[1].constants != plan(problem, ADA, "backward", tile, Switches())[1].constants
+    with pytest.raises(Unsupported, match="atomic_dq is for mma"):
+        TILELANG.check_tile(problem, HOPPER, "backward", tile)
+
+
+def test_kernels_are_those_of_a_call_and_equal_for_equal_code() -> None:
+    short, long = (Problem(1, 2, 2, n, n, 64, mask=Mask.causal()) for n in (100, 5000))
+    assert TILELANG.kernels(short, ADA, "forward") == TILELANG.kernels(long, ADA, "forward")
+    tile = TILELANG.tiles(short, ADA, "backward")[0]
+    launches = plan(short, ADA, "backward", tile, Switches())
+    assert TILELANG.kernels(short, ADA, "backward") == [launch.kernel for launch in launches]
+    plain, with_dlse = (set(TILELANG.kernels(short, HOPPER, "backward", dlse=dlse)) for dlse in (False, True))
+    assert len(plain & with_dlse) == 2
+    assert len(plain | with_dlse) == 4
+    assert pickle.loads(pickle.dumps(plain)) == plain
+    assert TILELANG.kernels(dataclasses.replace(short, dtype=torch.float32), ADA, "forward") == ()
+    assert TILELANG.kernels(dataclasses.replace(short, len_k=0), ADA, "backward") == ()
 
 
 def test_a_grid_past_32_bits_is_refused() -> None:
@@ -235,7 +264,9 @@ def test_the_walk_is_the_masks(mask: Mask, len_q: int, len_k: int) -> None:
             kind = mask.tile_kind(first, first + block_m, tile * block_n, (tile + 1) * block_n, len_q, len_k)
             walked, full = begin <= tile < end, full_begin <= tile < full_end
             assert walked or kind is TileKind.SKIP
-            if walked:
+            if walked and mask.right is None and tile == end - 1:
+                assert not full  # an edge even where it is none: the others are then known not to be
+            elif walked:
                 assert full == (kind is TileKind.FULL)
 
 
@@ -272,7 +303,7 @@ from common import Problem, Switches, Target, Tile
 from tilelang_impl.build import plan
 ada = Target.named("ada")
 prepare, *_ = plan(Problem(1, 1, 1, 64, 64, 16), ada, "backward", Tile(16, 16, 1, 1), Switches())
-print(type(prepare.function("sm_89")).__name__)
+print(type(prepare.kernel.compile("sm_89")).__name__)
 """
 
 

@@ -34,7 +34,7 @@ def plan(problem: Problem, target: Target, direction: Direction, tile: Tile, swi
     """The launches of a problem on packed tensors."""
     if direction == "forward":
         return plan_forward(problem, target, tile, switches, ("bhnd",) * 4)
-    return plan_backward(problem, target, tile, switches, ("bhnd",) * 5)
+    return plan_backward(problem, target, tile, switches, ("bhnd",) * 5, bool(tile.get("atomic_dq", 0)))
 
 
 def build(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> list[Build]:

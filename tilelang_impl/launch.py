@@ -63,35 +63,51 @@ class Launch:
     @property
     def pass_configs(self) -> dict[str, Any]:
         """The compiler's options."""
-        options: dict[str, Any] = {PassConfigKey.TL_ENABLE_FAST_MATH.value: True}
+        options: dict[str, Any] = {
+            PassConfigKey.TL_ENABLE_FAST_MATH.value: True,
+            # The kernels guard what can reach outside by themselves, and copies are cut off at their tensor's end.
+            PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS.value: True,
+        }
         if not self.asynchronous:
             options[PassConfigKey.TL_DISABLE_WARP_SPECIALIZED.value] = True
             options[PassConfigKey.TL_DISABLE_WGMMA.value] = True
             options[PassConfigKey.TL_DISABLE_TMA_LOWER.value] = True
         return options
 
-    def function(self, sm: str) -> Callable[..., None]:
-        """The compiled kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
-        return _compiled(self.program, self.constants, sm, tuple(self.pass_configs.items()))
+    @property
+    def kernel(self) -> Kernel:
+        """What there is to compile."""
+        return Kernel(self.program, self.constants, tuple(self.pass_configs.items()))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All that a kernel's code depends on: the function that writes it, its constants, and the compiler's options."""
+
+    program: Callable[..., Any]
+    constants: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def compile(self, sm: str) -> Callable[..., None]:
+        """The kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
+        return _compiled(self, sm)
 
 
 @cache
-def _compiled(
-    program: Callable[..., Any], constants: tuple[Any, ...], sm: str, options: tuple[tuple[str, Any], ...]
-) -> Callable[..., None]:
+def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
     with warnings.catch_warnings(), _announced_on_stderr():
         # The option that keeps copies off TMA is announced to go; the version of TileLang that is pinned has it.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            kernel = tilelang.compile(
-                program(*constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
-                pass_configs=dict(options),
+            compiled = tilelang.compile(
+                kernel.program(*kernel.constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
+                pass_configs=dict(kernel.options),
             )  # fmt: skip
         except Exception:
             nvcc()  # where there is none, that is the reason
             raise
-    # The kernel object would look at every argument in Python once more; what it calls in the end is this.
-    executable = kernel.adapter.get_exportable_executable()
+    # TileLang's object would look at every argument in Python once more; what it calls in the end is this.
+    executable = compiled.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     return module.main
 
@@ -117,14 +133,15 @@ def ready(
     switches: Switches,
     layouts: Any,
     device: torch.device,
+    *options: bool,
 ) -> tuple[Callable[..., None], ...]:
-    """The compiled kernels of a plan for a device, which take the tensors only.
+    """The compiled kernels of a plan, with its own further options, for a device; they take the tensors only.
 
     A target that is not the device's own keeps its instructions and is assembled for the device.
     """
     sm = Target.detect(device).sm
-    launches = plan(problem, target, tile, switches, layouts)
-    return tuple(_bind(launch.function(sm), launch.scalars) for launch in launches)
+    launches = plan(problem, target, tile, switches, layouts, *options)
+    return tuple(_bind(launch.kernel.compile(sm), launch.scalars) for launch in launches)
 
 
 def _bind(function: Callable[..., None], scalars: tuple[float, ...]) -> Callable[..., None]:
@@ -152,7 +169,7 @@ def constants(
         tile.block_m,
         tile.block_n,
         tile.warps * 32,
-        tile.stages,
+        tile.stages if switches.tiles else 0,
         layouts,
     )
 
