@@ -22,6 +22,8 @@ from .toolchain import version_fault
 # dkdv_kernel adds dq up by atomics, and the tile of dq_kernel, for when it does not.
 EXTRAS = frozenset({"lazy_rescale", "atomic_dq", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})
 
+WARPS_MAX = 32
+
 
 class TilelangPort(Port):
     """FlashAttention-2 in TileLang: fp16 and bf16, every target, on CUDA devices.
@@ -63,6 +65,10 @@ class TilelangPort(Port):
                     f"a warp holds whole rows of scores, 16 at a time: the side a block owns must be a multiple of "
                     f"16 rows for each warp and the other one of 16, got tile {tile}"
                 )
+            # The copies by TMA have a warpgroup of their own.
+            most = WARPS_MAX - 4 if asynchronous(target, part, owned_rows) else WARPS_MAX
+            if part.warps > most:
+                raise Unsupported(f"a block has at most {most} warps that compute, got tile {tile}")
         budget.check(problem, target, direction, tile)
 
     def build(
