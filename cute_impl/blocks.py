@@ -8,7 +8,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 
 LOG2_E = 1.4426950408889634
@@ -82,7 +82,7 @@ def transposed(tile):
 
 
 class RowCopy:
-    """Copies of tiles `[ROWS, COLS]` between global and shared memory, in pieces of 16 bytes, by all threads of a block.
+    """Copies of tiles `[ROWS, COLS]` between global and shared memory by the threads of a block, 16 bytes a piece.
 
     Neighbouring threads take neighbouring pieces of a row. Where the tile has fewer pieces than the block has threads,
     the threads past the last piece do nothing.
@@ -107,24 +107,30 @@ class RowCopy:
         return self.slice.partition_S(tile)
 
 
-def pieces_inside(copy, i, rows, HEAD_DIM):
-    """Which pieces of a thread's row `i` lie before `rows` and HEAD_DIM."""
+def pieces_inside(copy, i, rows, HEAD_DIM, first=0):
+    """Which pieces of a thread's row `i` lie in the rows `first .. rows` and before HEAD_DIM."""
     columns = cute.size(copy.coordinates, mode=[2])
     inside = cute.make_rmem_tensor((1, columns), Boolean)
-    row_inside = copy.coordinates[0, i, 0][0] < rows
+    row = copy.coordinates[0, i, 0][0]
+    row_inside = row < rows
+    if not isinstance(first, int) or first > 0:
+        row_inside = row_inside & (row >= first)
     for j in range(columns):
         inside[0, j] = row_inside
-        if HEAD_DIM < copy.cols:
+        if copy.cols > HEAD_DIM:
             inside[0, j] = row_inside & (copy.coordinates[0, i, j][1] < HEAD_DIM)
     return inside
 
 
 @cute.jit
-def load_rows(copy, source, target, rows, HEAD_DIM):
-    """Starts to copy a thread's part of a tile from global to shared memory; zeros past `rows` and HEAD_DIM."""
+def load_rows(copy, source, target, rows, HEAD_DIM, first=0):
+    """Starts to copy a thread's part of a tile from global to shared memory.
+
+    Rows outside `first .. rows` and columns past HEAD_DIM become zeros, whatever lies there.
+    """
     if not copy.has_idle_threads or copy.thread < copy.threads:
         for i in cutlass.range_constexpr(cute.size(target, mode=[1])):
-            inside = pieces_inside(copy, i, rows, HEAD_DIM)
+            inside = pieces_inside(copy, i, rows, HEAD_DIM, first)
             cute.copy(copy.load_atom, source[None, i, None], target[None, i, None], pred=inside)
 
 
@@ -169,10 +175,10 @@ def mma_of(dtype, WARPS_M, WARPS_N=1):
 
 
 class Operand:
-    """A side of a product as a thread holds it, read from shared memory by `ldmatrix`, 16 of the inner dimension a time.
+    """A side of a product as a thread holds it, read from shared memory by `ldmatrix`, 16 inner places at a time.
 
-    side: "A" for a tile `[rows, inner]`, "B" for `[columns, inner]`. IN_COLUMNS: the inner dimension is not the one that
-    is contiguous in memory (a tile that came out of `transposed`).
+    side: "A" for a tile `[rows, inner]`, "B" for `[columns, inner]`. IN_COLUMNS: the inner dimension is not the one
+    that is contiguous in memory (a tile that came out of `transposed`).
     """
 
     def __init__(self, side, mma, thread, tile, IN_COLUMNS=False):

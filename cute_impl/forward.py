@@ -29,15 +29,37 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from common import Problem, Switches, Target, Tile, empty, empty_like
 
 from .blocks import (
-    LN_2, LOG2_E, Coordinates, InRegisters, KeyTiles, Operand, RowCopy, accumulator, as_matrix, as_operand, claim, fetch,
-    fold, gemm, hide, load_rows, mma_of, quad_max, quad_sum, smem_tile, store_rows, tile_range, transposed, write_accumulator,
-)  # fmt: skip
+    LN_2,
+    LOG2_E,
+    Coordinates,
+    InRegisters,
+    KeyTiles,
+    Operand,
+    RowCopy,
+    accumulator,
+    as_matrix,
+    as_operand,
+    claim,
+    fetch,
+    fold,
+    gemm,
+    hide,
+    load_rows,
+    mma_of,
+    quad_max,
+    quad_sum,
+    smem_tile,
+    store_rows,
+    tile_range,
+    transposed,
+    write_accumulator,
+)
 from .launch import Launch, band, constants, heads_in_l2, packed, ready, rows, settle
 
 
@@ -59,6 +81,7 @@ class ForwardKernel:
     EDGES: bool
     ORDER: bool
     Q_IN_REGISTERS: bool
+    LAZY: bool
 
     name: ClassVar[str] = "forward_kernel"
 
@@ -164,7 +187,7 @@ class ForwardKernel:
             scores = as_matrix(s)
             if n < full_begin or n >= full_end:
                 hide(scores, where, row_begin, n * self.BLOCK_N, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
-            softmax_step(scores, as_matrix(acc), row_max, row_sum, factor, self.EXP2)
+            softmax_step(scores, as_matrix(acc), row_max, row_sum, factor, self.EXP2, self.LAZY)
             gemm(mma, acc, as_operand(s, mQ.element_type), v, stage_b=stage)
 
         # Nothing is on its way to shared memory and no warp reads Q any more: the outputs take its place.
@@ -182,22 +205,45 @@ class ForwardKernel:
         store_rows(copy_q, copy_q.mine(sQ), copy_q.mine(gO), len_q - row_begin, self.HEAD_DIM)
 
 
-def softmax_step(scores, acc, row_max, row_sum, factor, EXP2):
+def softmax_step(scores, acc, row_max, row_sum, factor, EXP2, LAZY):
     """Turns scores `[BLOCK_M, BLOCK_N]` into P, and brings acc, row_max and row_sum to the new maximum."""
     exp = cute.math.exp2 if EXP2 else cute.math.exp
-    columns = cute.size(scores, mode=[1])
-    for i in range(cute.size(row_max)):
-        old_max = row_max[i]
-        new_max = quad_max(cute.arch.fmax(old_max, fold(cute.arch.fmax, [scores[i, j] for j in range(columns)])))
+    rows, columns = cute.size(scores, mode=[0]), cute.size(scores, mode=[1])
+    new_max = [
+        quad_max(cute.arch.fmax(row_max[i], fold(cute.arch.fmax, [scores[i, j] for j in range(columns)])))
+        for i in range(rows)
+    ]
+    if LAZY:
+        raise_rarely(acc, row_max, row_sum, new_max, factor, exp)
+    else:
+        raise_max(acc, row_max, row_sum, new_max, factor, exp)
+    for i in range(rows):
         # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
-        shift = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max * factor)
-        rescale = exp(old_max * factor - shift, fastmath=True)
+        shift = cutlass.select_(row_max[i] == -Float32.inf, Float32(0.0), row_max[i] * factor)
         for j in range(columns):
             scores[i, j] = exp(scores[i, j] * factor - shift, fastmath=True)
-        row_sum[i] = row_sum[i] * rescale + fold(lambda a, b: a + b, [scores[i, j] for j in range(columns)])
+        row_sum[i] = row_sum[i] + fold(lambda a, b: a + b, [scores[i, j] for j in range(columns)])
+
+
+def raise_max(acc, row_max, row_sum, new_max, factor, exp):
+    """Brings acc and row_sum from the old maximum of their rows to the new one."""
+    for i, value in enumerate(new_max):
+        shift = cutlass.select_(value == -Float32.inf, Float32(0.0), value * factor)
+        rescale = exp(row_max[i] * factor - shift, fastmath=True)
+        row_max[i] = value
+        row_sum[i] = row_sum[i] * rescale
         for j in range(cute.size(acc, mode=[1])):
             acc[i, j] = acc[i, j] * rescale
-        row_max[i] = new_max
+
+
+@cute.jit
+def raise_rarely(acc, row_max, row_sum, new_max, factor, exp):
+    """The same, but only when a row of this warp would else have exponentials beyond 2^8."""
+    beyond = Boolean(False)
+    for i in cutlass.range_constexpr(len(new_max)):
+        beyond = beyond | ((new_max[i] - row_max[i]) * factor > 8.0)
+    if cute.arch.vote_any_sync(beyond):
+        raise_max(acc, row_max, row_sum, new_max, factor, exp)
 
 
 def normalize(acc, row_max, row_sum, scale):
@@ -216,7 +262,11 @@ def normalize(acc, row_max, row_sum, scale):
 
 def plan_forward(problem: Problem, target: Target, tile: Tile, switches: Switches) -> tuple[Launch]:
     """The launch over q, k, v, o and lse."""
-    kernel = ForwardKernel(**constants(problem, tile, switches), Q_IN_REGISTERS=bool(tile.get("q_in_registers", 0)))
+    kernel = ForwardKernel(
+        **constants(problem, tile, switches),
+        Q_IN_REGISTERS=bool(tile.get("q_in_registers", 0)),
+        LAZY=bool(tile.get("lazy", 0)),
+    )
     return (
         Launch(
             kernel,

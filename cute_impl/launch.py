@@ -1,4 +1,4 @@
-"""From a problem to a compiled kernel that is called with tensors: constants, the compiler, and the caches of kernels."""
+"""From a problem to a compiled kernel that is called with tensors: constants, the compiler, the caches of kernels."""
 
 from __future__ import annotations
 
