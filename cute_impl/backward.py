@@ -52,6 +52,8 @@ def plan_backward(
         KEY_WARPS=key_warps(tile),
         V_IN_REGISTERS=bool(tile.get("v_in_registers", 0)),
         ADD_DQ=add_dq,
+        PARTS=tile.get("parts", 1),
+        BLOCKS=tile.get("blocks", 1),
         **fragments,
     )
     launches = (

@@ -81,11 +81,22 @@ def fetch_queries(tiles, step, steps, stage):
             cute.copy(tiles.stats_copy.atom, stats, tiles.stats_target[None, None, None, stage])
 
 
-def stats_by_column(mma, thread, sStats, BLOCK_N):
-    """The shift and delta of the columns that a thread holds of a tile `[BLOCK_N, BLOCK_M]`: (columns, 2, stages)."""
+def parts_of(tile, ROWS, COLS):
+    """A tile with stages cut along its rows or its columns into parts `[ROWS, COLS, (parts, stages)]`."""
+    cut = cute.flat_divide(tile, (ROWS, COLS))  # [ROWS, COLS, parts, 1, stages] or [ROWS, COLS, 1, parts, stages]
+    along_rows = cute.size(tile, mode=[1]) == COLS
+    parts = cut[None, None, None, 0, None] if along_rows else cut[None, None, 0, None, None]
+    return cute.group_modes(parts, 2, 4)
+
+
+def stats_by_column(mma, thread, sStats, BLOCK_N, PART_M):
+    """The shift and delta of the columns that a thread holds of `[BLOCK_N, PART_M]`: (columns, 2, (parts, stages))."""
     which, rows, stages = sStats.shape
     which_stride, row_stride, stage_stride = sStats.stride
-    layout = cute.make_layout((BLOCK_N, rows, which, stages), stride=(0, row_stride, which_stride, stage_stride))
+    layout = cute.make_layout(
+        (BLOCK_N, PART_M, which, (rows // PART_M, stages)),
+        stride=(0, row_stride, which_stride, (PART_M * row_stride, stage_stride)),
+    )
     mine = mma.get_slice(thread).partition_C(cute.make_tensor(sStats.iterator, layout))
     columns = mine[(None, 0), 0, None, None, None]  # ((values of one mma), columns, 2, stages)
     return cute.group_modes(columns, 0, 2)
@@ -97,13 +108,26 @@ def hide_keys(scores, where, key_begin, row_begin, len_k, low, high, HAS_LOW, HA
         key = key_begin + where.row0 + row
         # Columns are counted from this thread's first one: then the comparisons are with constants.
         origin = row_begin + where.col0
+        columns = where.cols[-1] + 1
+        end = cutlass.min(key - low + 1 - origin, columns) if HAS_LOW else columns
+        end = cutlass.select_(key < len_k, end, 0)
         for j, col in enumerate(where.cols):
-            seen = key < len_k
+            seen = col < end
             if HAS_HIGH:
                 seen = seen & (col >= key - high - origin)
-            if HAS_LOW:
-                seen = seen & (col <= key - low - origin)
             scores[i, j] = cutlass.select_(seen, scores[i, j], -Float32.inf)
+
+
+def write_part(mma, thread, acc, tile, part):
+    """`write_accumulator` to a part of a tile's columns, the part-th of those that are as wide as the accumulator."""
+    rounded = cute.make_fragment_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    atom = cute.make_copy_atom(CopyUniversalOp(), tile.element_type, num_bits_per_copy=2 * tile.element_type.width)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    source, target = copy.retile(rounded), copy.partition_D(tile)  # (values, rows, columns)
+    # Cut after it is partitioned: CuTe DSL 4.8.1 counts the offset of a slice of a swizzled tile twice.
+    parts = cute.logical_divide(target, (None, None, cute.size(source, mode=[2])))
+    cute.copy(atom, source, parts[None, None, (None, part)])
 
 
 def fragments(tile, THREADS, VECTOR):

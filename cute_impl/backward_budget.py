@@ -3,8 +3,10 @@
 block_m, block_n, warps and stages are dkdv_kernel's. The extras, all optional:
 
 - `key_warps`: how many of the warps share the keys out, by default all, so that P and dS stay in registers;
+- `parts`: in how many parts a tile of queries is taken between two barriers, by default 1, with all warps `key_warps`;
 - `v_in_registers`: 1, a warp keeps its part of V, whose place in shared memory queries take;
 - `atomics`: 1, dkdv_kernel adds up dq as well; a call that must be deterministic goes without;
+- `blocks`: the compiler keeps dkdv_kernel's registers so few that so many blocks fit on a multiprocessor;
 - `dq_block_m`, `dq_block_n`, `dq_warps`, `dq_stages`: the tile of dq_kernel.
 """
 
@@ -18,7 +20,7 @@ from common import Problem, Target, Tile, Unsupported
 from .launch import ROW_PADDING
 
 EXTRAS = frozenset(
-    {"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps", "key_warps", "v_in_registers"}
+    {"atomics", "blocks", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps", "key_warps", "parts", "v_in_registers"}
 )  # fmt: skip
 
 
@@ -100,13 +102,16 @@ def check_backward(problem: Problem, target: Target, tile: Tile) -> None:
     keys, dq = key_warps(tile), dq_tile(problem, tile)
     if tile.warps % keys:
         raise Unsupported(f"key_warps must divide warps, got tile {tile}")
-    others = tile.warps // keys
+    others, part = tile.warps // keys, tile.block_m // tile.get("parts", 1)
+    if tile.block_m % tile.get("parts", 1) or (others > 1 and tile.get("parts", 1) > 1):
+        raise Unsupported(f"parts must divide block_m, and be 1 unless all warps are key_warps, got tile {tile}")
     if ROW_PADDING % tile.block_m or ROW_PADDING % dq.block_m:
         raise Unsupported(f"backward tiles need a block_m and a dq_block_m that divide {ROW_PADDING}, got tile {tile}")
-    if tile.block_n % (16 * keys) or tile.block_m % (16 * others) or backward_block_d(problem) % (16 * others):
+    if tile.block_n % (16 * keys) or part % (16 * others) or backward_block_d(problem) % (16 * others):
         raise Unsupported(
-            f"warps take 16 keys, queries or columns at a time: block_n must be a multiple of 16·{keys}, block_m and "
-            f"the head dimension, padded to {backward_block_d(problem)}, of 16·{others}, got tile {tile}"
+            f"warps take 16 keys, queries or columns at a time: block_n must be a multiple of 16·{keys}, "
+            f"block_m / parts and the head dimension, padded to {backward_block_d(problem)}, of 16·{others}, "
+            f"got tile {tile}"
         )
     if tile.block_m > 64 * tile.warps:
         raise Unsupported(f"block_m must be at most 64 for each warp, got tile {tile}")
@@ -129,20 +134,20 @@ def check_backward(problem: Problem, target: Target, tile: Tile) -> None:
 def backward_candidates(problem: Problem, target: Target) -> list[Tile]:
     """Tiles to try where none was swept, most promising first, down to one that fits everywhere.
 
-    Tiles of 255 registers or fewer without spills. The longer the tile of keys, the less often dq goes through memory.
+    Tiles that were seen to compile without spills for Ada. The longer the tile of keys, the less often dq goes through memory.
     """
     roomy = target.smem_per_block > 200_000
     block_d = backward_block_d(problem)
     if block_d <= 32:
         shapes = [_tile(128, 128, 8, 2), _tile(64, 64, 4, 2)]
     elif block_d == 64:
-        shapes = [_tile(64, 128, 8, 2), _tile(64, 64, 4, 2), _tile(64, 64, 4, 2, v_in_registers=1)]
+        shapes = [_tile(64, 128, 8, 2, parts=2), _tile(64, 64, 4, 2, v_in_registers=1), _tile(64, 64, 4, 2, parts=2)]
+        shapes = [*shapes, _tile(128, 128, 8, 2, parts=2)] if roomy else shapes
     elif block_d == 96:
-        shapes = [_tile(64, 64, 8, 2, key_warps=4, v_in_registers=1), _tile(64, 64, 4, 2), _tile(64, 64, 4, 1)]
-        shapes = [_tile(64, 128, 8, 2), *shapes] if roomy else shapes
+        shapes = [_tile(64, 128, 8, 2, parts=2, v_in_registers=1), _tile(64, 64, 4, 2, parts=2), _tile(64, 64, 4, 1)]
     elif block_d == 128:
         shapes = [_tile(64, 64, 8, 2, key_warps=4, v_in_registers=1), _tile(32, 128, 8, 1), _tile(32, 64, 4, 2)]
-        shapes = [_tile(64, 96, 8, 2, key_warps=2), _tile(32, 128, 8, 2), *shapes] if roomy else shapes
+        shapes = [_tile(64, 128, 8, 2, parts=2), _tile(64, 96, 8, 2, key_warps=2), *shapes] if roomy else shapes
     else:
         shapes = [_tile(64, 32, 8, 1, key_warps=2, v_in_registers=1), _tile(32, 32, 4, 1, key_warps=2)]
     return [*shapes, *(replace(tile, extra=_without(tile, "atomics")) for tile in shapes), Tile(16, 16, 1, 1)]

@@ -25,7 +25,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from .backward_blocks import QueryTiles, add_fragment, fetch_queries, hide_keys, place_of, stats_by_column
+from .backward_blocks import (
+    QueryTiles,
+    add_fragment,
+    fetch_queries,
+    hide_keys,
+    parts_of,
+    place_of,
+    stats_by_column,
+    write_part,
+)
 from .blocks import (
     LOG2_E,
     Coordinates,
@@ -56,7 +65,9 @@ class DkdvKernel:
     GROUPED: several query heads share a key head. KEY_WARPS: how many warps share the keys out, see above.
     V_IN_REGISTERS: a warp reads its V once and keeps it; queries take its place. ADD_DQ: dq is added up here. DQ_WARPS:
     how many warps share the rows of dQ out, the others its columns. VECTOR: how many elements of dq one atomic
-    instruction adds.
+    instruction adds. PARTS: a tile of queries is taken in so many parts between two barriers, so that fewer registers
+    hold scores; 1 if P goes through shared memory. BLOCKS: registers are kept so few that so many blocks fit on a
+    multiprocessor.
     """
 
     DTYPE: str
@@ -78,6 +89,8 @@ class DkdvKernel:
     ADD_DQ: bool
     DQ_WARPS: int
     VECTOR: int
+    PARTS: int
+    BLOCKS: int
 
     name: ClassVar[str] = "dkdv_kernel"
 
@@ -100,7 +113,11 @@ class DkdvKernel:
         """Launches one block a tile of keys. section, low, high: see `claim` and `tile_range`."""
         blocks = cute.ceil_div(mK.shape[2], self.BLOCK_N) * mK.shape[0] * mK.shape[1]
         self.kernel(mDO, mQ, mK, mV, mStats, mDK, mDV, mDQSum, section, low, high, scale).launch(
-            grid=[blocks, 1, 1], block=[self.WARPS * 32, 1, 1], stream=stream
+            grid=[blocks, 1, 1],
+            block=[self.WARPS * 32, 1, 1],
+            min_blocks_per_mp=self.BLOCKS,
+            preferred_smem_carveout=100,
+            stream=stream,
         )
 
     @cute.kernel
@@ -131,6 +148,8 @@ class DkdvKernel:
         # P goes through shared memory unless its warp has all queries of a key.
         P_IN_REGISTERS = self.KEY_WARPS == self.WARPS
         QUERY_WARPS = self.WARPS // self.KEY_WARPS
+        PART_M = self.BLOCK_M // self.PARTS
+        MASKED = self.HAS_LOW or self.HAS_HIGH or self.ADD_DQ or not self.EDGES
         element = mQ.element_type
         smem = SmemAllocator()
         sK = smem_tile(smem, element, self.BLOCK_N, self.BLOCK_D)
@@ -150,12 +169,16 @@ class DkdvKernel:
         mma = mma_of(element, self.KEY_WARPS, QUERY_WARPS)
         k = Operand("A", mma, thread, sK)
         v = Operand("A", mma, thread, sV)
-        q = Operand("B", mma, thread, sQdO)
-        do = Operand("B", mma, thread, sQdO)
-        q_t = Operand("B", mma, thread, transposed(sQdO), IN_COLUMNS=True)  # [BLOCK_D, BLOCK_M]
-        do_t = Operand("B", mma, thread, transposed(sQdO), IN_COLUMNS=True)
-        where = Coordinates(mma, thread, self.BLOCK_N, self.BLOCK_M)
-        tStats = stats_by_column(mma, thread, sStats, self.BLOCK_N)
+        sParts = parts_of(sQdO, PART_M, self.BLOCK_D)  # [PART_M, BLOCK_D, (PARTS, 2·STAGES)]
+        sParts_t = parts_of(transposed(sQdO), self.BLOCK_D, PART_M)
+        q = Operand("B", mma, thread, sParts)
+        do = Operand("B", mma, thread, sParts)
+        q_t = Operand("B", mma, thread, sParts_t, IN_COLUMNS=True)  # [BLOCK_D, PART_M]
+        do_t = Operand("B", mma, thread, sParts_t, IN_COLUMNS=True)
+        where = Coordinates(mma, thread, self.BLOCK_N, PART_M)
+        tStats = stats_by_column(mma, thread, sStats, self.BLOCK_N, PART_M)
+        shift = cute.make_fragment_like(tStats[None, 0, 0])
+        delta = cute.make_fragment_like(shift)
         dk = accumulator(mma, thread, self.BLOCK_N, self.BLOCK_D)
         dv = accumulator(mma, thread, self.BLOCK_N, self.BLOCK_D)
         if const_expr(self.ADD_DQ):
@@ -200,35 +223,35 @@ class DkdvKernel:
                 fetch_queries(queries, ahead, steps, ahead % self.STAGES)
                 cute.arch.cp_async_commit_group()
 
-            s_t = accumulator(mma, thread, self.BLOCK_N, self.BLOCK_M)
-            gemm(mma, s_t, k, q, stage_b=stage)
-            p_t = as_matrix(s_t)
-            if const_expr(self.HAS_LOW or self.HAS_HIGH or self.ADD_DQ or not self.EDGES):  # noqa: SIM102 (known now)
-                if m < full_begin or m >= full_end:
-                    hide_keys(p_t, where, key_begin, m * self.BLOCK_M, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
-            shift = cute.make_fragment_like(tStats[None, 0, 0])
-            delta = cute.make_fragment_like(shift)
-            cute.autovec_copy(tStats[None, 0, stage], shift)
-            cute.autovec_copy(tStats[None, 1, stage], delta)
-            dp_t = accumulator(mma, thread, self.BLOCK_N, self.BLOCK_M)
-            ds_t = as_matrix(dp_t)
-            for j in cutlass.range_constexpr(len(where.cols)):
-                for i in cutlass.range_constexpr(len(where.rows)):
-                    p_t[i, j] = exp(p_t[i, j] * factor - shift[j], fastmath=True)
-                    ds_t[i, j] = -delta[j]  # where the sum begins
-            gemm(mma, dp_t, v, do, stage_b=self.STAGES + stage)
-            dp_t.store(s_t.load() * dp_t.load())
+            for part in cutlass.range_constexpr(self.PARTS):
+                s_t = accumulator(mma, thread, self.BLOCK_N, PART_M)
+                gemm(mma, s_t, k, q, stage_b=(part, stage))
+                p_t = as_matrix(s_t)
+                if const_expr(MASKED):  # noqa: SIM102 (this is known now, the next at run time)
+                    if m < full_begin or m >= full_end:
+                        row_begin = m * self.BLOCK_M + part * PART_M
+                        hide_keys(p_t, where, key_begin, row_begin, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
+                cute.autovec_copy(tStats[None, 0, (part, stage)], shift)
+                cute.autovec_copy(tStats[None, 1, (part, stage)], delta)
+                dp_t = accumulator(mma, thread, self.BLOCK_N, PART_M)
+                ds_t = as_matrix(dp_t)
+                for j in cutlass.range_constexpr(len(where.cols)):
+                    for i in cutlass.range_constexpr(len(where.rows)):
+                        p_t[i, j] = exp(p_t[i, j] * factor - shift[j], fastmath=True)
+                        ds_t[i, j] = -delta[j]  # where the sum begins
+                gemm(mma, dp_t, v, do, stage_b=(part, self.STAGES + stage))
+                dp_t.store(s_t.load() * dp_t.load())
 
-            if const_expr(self.ADD_DQ or not P_IN_REGISTERS):
-                write_accumulator(mma, thread, dp_t, sDS)
-            if const_expr(P_IN_REGISTERS):
-                p, ds = as_operand(s_t, element), as_operand(dp_t, element)
-            else:
-                write_accumulator(mma, thread, s_t, sP)
-                cute.arch.barrier()
-                p, ds = Operand("A", mma, thread, sP), Operand("A", mma, thread, sDS)
-            gemm(mma, dv, p, do_t, stage_b=self.STAGES + stage)
-            gemm(mma, dk, ds, q_t, stage_b=stage)
+                if const_expr(self.ADD_DQ or not P_IN_REGISTERS):
+                    write_part(mma, thread, dp_t, sDS, part)
+                if const_expr(P_IN_REGISTERS):
+                    p, ds = as_operand(s_t, element), as_operand(dp_t, element)
+                else:
+                    write_accumulator(mma, thread, s_t, sP)
+                    cute.arch.barrier()
+                    p, ds = Operand("A", mma, thread, sP), Operand("A", mma, thread, sDS)
+                gemm(mma, dv, p, do_t, stage_b=(part, self.STAGES + stage))
+                gemm(mma, dk, ds, q_t, stage_b=(part, stage))
             if const_expr(self.STAGES == 1 or (P_IN_REGISTERS and self.ADD_DQ)):
                 cute.arch.barrier()
             if const_expr(self.STAGES == 1):
