@@ -134,7 +134,7 @@ def check_backward(problem: Problem, target: Target, tile: Tile) -> None:
 def backward_candidates(problem: Problem, target: Target) -> list[Tile]:
     """Tiles to try where none was swept, most promising first, down to one that fits everywhere.
 
-    Tiles that were seen to compile without spills for Ada. The longer the tile of keys, the less often dq goes through memory.
+    All but the last compile for Ada without spills. The longer the tile of keys, the less often dq goes through memory.
     """
     roomy = target.smem_per_block > 200_000
     block_d = backward_block_d(problem)
@@ -149,7 +149,7 @@ def backward_candidates(problem: Problem, target: Target) -> list[Tile]:
         shapes = [_tile(64, 64, 8, 2, key_warps=4, v_in_registers=1), _tile(32, 128, 8, 1), _tile(32, 64, 4, 2)]
         shapes = [_tile(64, 128, 8, 2, parts=2), _tile(64, 96, 8, 2, key_warps=2), *shapes] if roomy else shapes
     else:
-        shapes = [_tile(64, 32, 8, 1, key_warps=2, v_in_registers=1), _tile(32, 32, 4, 1, key_warps=2)]
+        shapes = [_tile(64, 32, 8, 1, key_warps=2, v_in_registers=1)]
     return [*shapes, *(replace(tile, extra=_without(tile, "atomics")) for tile in shapes), Tile(16, 16, 1, 1)]
 
 

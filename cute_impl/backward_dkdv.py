@@ -101,7 +101,8 @@ class DkdvKernel:
         do, q = (rows(self.DTYPE, batch, heads_q, len_q, self.HEAD_DIM) for _ in range(2))
         k, v, dk, dv = (rows(self.DTYPE, batch, heads_kv, len_k, self.HEAD_DIM) for _ in range(4))
         stats = packed("fp32", batch, heads_q, 2, padded)
-        dq_sum = packed("fp32", batch, heads_q, padded, self.BLOCK_D) if self.ADD_DQ else stats
+        # Packed, but with strides of 64 bits, so that the offset of a tile is one too.
+        dq_sum = rows("fp32", batch, heads_q, padded, self.BLOCK_D) if self.ADD_DQ else stats
         return do, q, k, v, stats, dk, dv, dq_sum, Int32(0), Int32(0), Int32(0), Float32(0)
 
     @cute.jit

@@ -202,7 +202,7 @@ class CastKernel:
     def arguments(self) -> tuple[Any, ...]:
         """Stands for dq_sum, dq, scale."""
         batch, heads_q, len_q = (cute.sym_int32() for _ in range(3))
-        dq_sum = packed("fp32", batch, heads_q, cute.sym_int32(divisibility=128), self.BLOCK_D)
+        dq_sum = rows("fp32", batch, heads_q, cute.sym_int32(divisibility=128), self.BLOCK_D)
         return dq_sum, rows(self.DTYPE, batch, heads_q, len_q, self.HEAD_DIM), Float32(0)
 
     @cute.jit

@@ -53,7 +53,8 @@ class PrepareKernel:
         do, o = (rows(self.DTYPE, batch, heads_q, len_q, self.HEAD_DIM) for _ in range(2))
         lse, dlse = (packed("fp32", batch, heads_q, len_q) for _ in range(2))
         stats = packed("fp32", batch, heads_q, 2, padded)
-        dq_sum = packed("fp32", batch, heads_q, padded, self.SUM_D) if self.SUM_D else stats
+        # Packed, but with strides of 64 bits, so that the offset of a tile is one too.
+        dq_sum = rows("fp32", batch, heads_q, padded, self.SUM_D) if self.SUM_D else stats
         return do, o, lse, dlse, stats, dq_sum
 
     @cute.jit
