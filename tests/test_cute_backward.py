@@ -11,9 +11,8 @@ import torch
 from common import GuardedBuffers, Mask, Problem, Switches, Target, Tile, Unsupported, port
 from harness.checks import Truth
 
-cute_impl = pytest.importorskip("cute_impl", reason="CuTe DSL is not installed", exc_type=ImportError)
+cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed", exc_type=ImportError)
 
-import cutlass  # noqa: E402
 import cutlass.cute as cute  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
