@@ -53,6 +53,20 @@ def tile_range(first, last, length, low, high, BLOCK, HAS_LOW, HAS_HIGH, SKIP, E
     return begin // BLOCK, (full_begin + BLOCK - 1) // BLOCK, full_end // BLOCK, (end + BLOCK - 1) // BLOCK
 
 
+def walks(begin, full_begin, full_end, end, HAS_LOW, EDGES):
+    """The walk in parts, `(begin, end, MASKED)`: edge tiles that compare positions, inner ones, edge tiles again.
+
+    A loop for each, because a branch in one loop does not last: the compiler makes selections of it, and issues them
+    for every tile.
+    """
+    if not EDGES:
+        return ((begin, end, True),)
+    inner = cutlass.min(cutlass.max(begin, full_begin), end) if HAS_LOW else begin
+    outer = cutlass.min(cutlass.max(inner, full_end), end)
+    before = ((begin, inner, True),) if HAS_LOW else ()
+    return (*before, (inner, outer, False), (outer, end, True))
+
+
 def smem_layout(ROWS, COLS, STAGES=None):
     """How a tile `[ROWS, COLS]` of 16-bit elements lies in shared memory, or STAGES of them `[ROWS, COLS, STAGES]`.
 
@@ -95,12 +109,18 @@ class RowCopy:
         self.thread = thread
         self.cols = COLS
         layout = cute.make_layout((self.threads // pieces, pieces), stride=(pieces, 1)), cute.make_layout((1, VECTOR))
+        tile = cute.make_identity_tensor((ROWS, COLS))
         load = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)  # past L1: no thread reads it twice
         self.load_atom = cute.make_copy_atom(load, dtype, num_bits_per_copy=VECTOR * dtype.width)
         self.store_atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=VECTOR * dtype.width)
-        self.slice = cute.make_tiled_copy_tv(self.load_atom, *layout).get_slice(thread)
-        # (piece, rows, columns) of this thread: its coordinates in the tile
-        self.coordinates = self.slice.partition_S(cute.make_identity_tensor((ROWS, COLS)))
+        copy = cute.make_tiled_copy_tv(self.load_atom, *layout)
+        self.slice = copy.get_slice(thread)
+        # Where in the tile this thread's pieces lie, (piece, rows, columns). A row's number is `row0` plus one known at
+        # compile time: then what it is compared with is the same for all threads, and they keep a single number.
+        self.coordinates = self.slice.partition_S(tile)
+        self.row0 = self.coordinates[0, 0, 0][0]
+        first = copy.get_slice(0).partition_S(tile)
+        self.rows = [first[0, i, 0][0] for i in range(cute.size(first, mode=[1]))]
 
     def mine(self, tile):
         """This thread's part of a tile, (piece, rows, columns, …)."""
@@ -111,10 +131,9 @@ def pieces_inside(copy, i, rows, HEAD_DIM, first=0):
     """Which pieces of a thread's row `i` lie in the rows `first .. rows` and before HEAD_DIM."""
     columns = cute.size(copy.coordinates, mode=[2])
     inside = cute.make_rmem_tensor((1, columns), Boolean)
-    row = copy.coordinates[0, i, 0][0]
-    row_inside = row < rows
+    row_inside = copy.row0 < rows - copy.rows[i]
     if not isinstance(first, int) or first > 0:
-        row_inside = row_inside & (row >= first)
+        row_inside = row_inside & (copy.row0 >= first - copy.rows[i])
     for j in range(columns):
         inside[0, j] = row_inside
         if copy.cols > HEAD_DIM:
@@ -156,12 +175,14 @@ class KeyTiles:
         self.block, self.head_dim = BLOCK, HEAD_DIM
 
 
-@cute.jit
 def fetch(tiles, n, end, stage):
-    """Starts to copy tile n to its buffer, if it lies before `end`."""
-    if n < end:
-        source, target = tiles.source[None, None, None, n], tiles.target[None, None, None, stage]
-        load_rows(tiles.copy, source, target, tiles.length - n * tiles.block, tiles.head_dim)
+    """Starts to copy tile n to its buffer; past `end` nothing is read, and the tile becomes zeros.
+
+    There is no branch around it, so that its arithmetic can hide behind a product.
+    """
+    source, target = tiles.source[None, None, None, n], tiles.target[None, None, None, stage]
+    last = cutlass.min(tiles.length, end * tiles.block)
+    load_rows(tiles.copy, source, target, last - n * tiles.block, tiles.head_dim)
 
 
 def mma_of(dtype, WARPS_M, WARPS_N=1):
@@ -218,8 +239,11 @@ class InRegisters:
         """Nothing is left to read."""
 
 
-def gemm(mma, acc, a, b, stage_a=None, stage_b=None):
-    """`acc += a b`, each block of the inner dimension read while the one before it is multiplied."""
+def gemm(mma, acc, a, b, stage_a=None, stage_b=None, meanwhile=None):
+    """`acc += a b`, each block of the inner dimension read while the one before it is multiplied.
+
+    meanwhile: what to do once the first block is being multiplied.
+    """
     a.load(0, stage_a)
     b.load(0, stage_b)
     for k in range(a.blocks):
@@ -227,6 +251,8 @@ def gemm(mma, acc, a, b, stage_a=None, stage_b=None):
             a.load(k + 1, stage_a)
             b.load(k + 1, stage_b)
         cute.gemm(mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
+        if k == 0 and meanwhile is not None:
+            meanwhile()
 
 
 def accumulator(mma, thread, ROWS, COLS):

@@ -16,13 +16,14 @@ A warp owns whole rows of S, so that the softmax of a row is a matter of four th
 operand of the second product without leaving the registers.
 
 The rungs of the ladder: `tiles` is BLOCK_M × BLOCK_N, warps and stages; `skip` bounds the walk by the mask (SKIP in
-`tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` branches, once a tile, around the
-comparisons of a tile that needs none (EDGES); `order` is which tile a block takes (ORDER in `claim`).
+`tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` walks in three loops, of
+which the inner one compares nothing (EDGES in `walks`); `order` is which tile a block takes (ORDER in `claim`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
@@ -58,14 +59,21 @@ from .blocks import (
     store_rows,
     tile_range,
     transposed,
+    walks,
     write_accumulator,
 )
 from .launch import Launch, band, constants, heads_in_l2, packed, ready, rows, settle
 
+HEADROOM = 8.0  # exponents up to it are let be: exp2(8) = 256 and exp(8) = 2981 are far from fp16's 65504
+
 
 @dataclass(frozen=True)
 class ForwardKernel:
-    """The forward kernel for these constants. Q_IN_REGISTERS: a warp reads its queries once and keeps them."""
+    """The forward kernel for these constants.
+
+    Q_IN_REGISTERS: a warp reads its queries once and keeps them. LAZY_RESCALE: acc keeps the maximum that it has, while
+    exponentials stay below exp2(8); P is as precise, and the result the same, under any maximum that is not too small.
+    """
 
     DTYPE: str
     HEAD_DIM: int
@@ -81,7 +89,7 @@ class ForwardKernel:
     EDGES: bool
     ORDER: bool
     Q_IN_REGISTERS: bool
-    LAZY: bool
+    LAZY_RESCALE: bool
 
     name: ClassVar[str] = "forward_kernel"
 
@@ -152,43 +160,35 @@ class ForwardKernel:
         cute.arch.cp_async_commit_group()
         # With one buffer V waits for its turn; with more, all but one are filled now.
         for stage in cutlass.range_constexpr(max(1, self.STAGES - 1)):
-            fetch(keys, begin + stage, end, stage)
-            if const_expr(self.STAGES > 1):
-                fetch(values, begin + stage, end, stage)
-            cute.arch.cp_async_commit_group()
+            start_copies((keys,) if self.STAGES == 1 else (keys, values), begin + stage, end, stage)
         if const_expr(self.Q_IN_REGISTERS):
             cute.arch.cp_async_wait_group(max(1, self.STAGES - 1))
             cute.arch.barrier()
             q.load_all()
             q = InRegisters(q.fragment)
 
-        for n in cutlass.range(begin, end, unroll=1):
-            stage = (n - begin) % self.STAGES
-            # Tile n is here, and all warps have done with the one before it, whose buffer the next copy takes.
-            cute.arch.cp_async_wait_group(max(0, self.STAGES - 2))
-            cute.arch.barrier()
-            if const_expr(self.STAGES == 1):
-                fetch(values, n, end, 0)
-            else:
+        for first, last, MASKED in walks(begin, full_begin, full_end, end, self.HAS_LOW, self.EDGES):
+            for n in cutlass.range(first, last, unroll=1):
+                stage = (n - begin) % self.STAGES
                 ahead = n + (self.STAGES - 1)
-                fetch(keys, ahead, end, (ahead - begin) % self.STAGES)
-                fetch(values, ahead, end, (ahead - begin) % self.STAGES)
-            cute.arch.cp_async_commit_group()
-
-            s = accumulator(mma, thread, self.BLOCK_M, self.BLOCK_N)
-            gemm(mma, s, q, k, stage_b=stage)
-            if const_expr(self.STAGES == 1):
-                # V landed behind that product; the next K lands behind the softmax and the second product.
-                cute.arch.cp_async_wait_group(0)
+                # Tile n is here, and all warps have done with the one before it, whose buffer the next copy takes.
+                cute.arch.cp_async_wait_group(max(0, self.STAGES - 2))
                 cute.arch.barrier()
-                fetch(keys, n + 1, end, 0)
-                cute.arch.cp_async_commit_group()
+                s = accumulator(mma, thread, self.BLOCK_M, self.BLOCK_N)
+                walked = (values,) if const_expr(self.STAGES == 1) else (keys, values)
+                copying = partial(start_copies, walked, ahead, end, (ahead - begin) % self.STAGES)
+                gemm(mma, s, q, k, stage_b=stage, meanwhile=copying)
+                if const_expr(self.STAGES == 1):
+                    # V landed behind that product; the next K lands behind the softmax and the second product.
+                    cute.arch.cp_async_wait_group(0)
+                    cute.arch.barrier()
+                    start_copies((keys,), n + 1, end, 0)
 
-            scores = as_matrix(s)
-            if n < full_begin or n >= full_end:
-                hide(scores, where, row_begin, n * self.BLOCK_N, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
-            softmax_step(scores, as_matrix(acc), row_max, row_sum, factor, self.EXP2, self.LAZY)
-            gemm(mma, acc, as_operand(s, mQ.element_type), v, stage_b=stage)
+                scores = as_matrix(s)
+                if const_expr(MASKED):
+                    hide(scores, where, row_begin, n * self.BLOCK_N, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
+                softmax_step(scores, as_matrix(acc), row_max, row_sum, factor, self.EXP2, self.LAZY_RESCALE, MASKED)
+                gemm(mma, acc, as_operand(s, mQ.element_type), v, stage_b=stage)
 
         # Nothing is on its way to shared memory and no warp reads Q any more: the outputs take its place.
         cute.arch.cp_async_wait_group(0)
@@ -205,7 +205,14 @@ class ForwardKernel:
         store_rows(copy_q, copy_q.mine(sQ), copy_q.mine(gO), len_q - row_begin, self.HEAD_DIM)
 
 
-def softmax_step(scores, acc, row_max, row_sum, factor, EXP2, LAZY):
+def start_copies(walked, n, end, stage):
+    """Starts to copy tile n of K, of V or of both, as one group."""
+    for tiles in walked:
+        fetch(tiles, n, end, stage)
+    cute.arch.cp_async_commit_group()
+
+
+def softmax_step(scores, acc, row_max, row_sum, factor, EXP2, LAZY_RESCALE, MASKED):
     """Turns scores `[BLOCK_M, BLOCK_N]` into P, and brings acc, row_max and row_sum to the new maximum."""
     exp = cute.math.exp2 if EXP2 else cute.math.exp
     rows, columns = cute.size(scores, mode=[0]), cute.size(scores, mode=[1])
@@ -213,37 +220,49 @@ def softmax_step(scores, acc, row_max, row_sum, factor, EXP2, LAZY):
         quad_max(cute.arch.fmax(row_max[i], fold(cute.arch.fmax, [scores[i, j] for j in range(columns)])))
         for i in range(rows)
     ]
-    if LAZY:
-        raise_rarely(acc, row_max, row_sum, new_max, factor, exp)
+    if LAZY_RESCALE:
+        raise_rarely(acc, row_max, row_sum, new_max, factor, exp, MASKED)
     else:
-        raise_max(acc, row_max, row_sum, new_max, factor, exp)
+        raise_max(acc, row_max, row_sum, new_max, factor, exp, MASKED)
     for i in range(rows):
-        # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
-        shift = cutlass.select_(row_max[i] == -Float32.inf, Float32(0.0), row_max[i] * factor)
+        shift = finite(row_max[i], MASKED) * factor
         for j in range(columns):
             scores[i, j] = exp(scores[i, j] * factor - shift, fastmath=True)
         row_sum[i] = row_sum[i] + fold(lambda a, b: a + b, [scores[i, j] for j in range(columns)])
 
 
-def raise_max(acc, row_max, row_sum, new_max, factor, exp):
+def finite(maximum, MASKED):
+    """The maximum, or 0 where a row has seen no key yet: it is -inf then, and -inf - -inf is NaN."""
+    return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum) if MASKED else maximum
+
+
+def raise_max(acc, row_max, row_sum, new_max, factor, exp, MASKED):
     """Brings acc and row_sum from the old maximum of their rows to the new one."""
     for i, value in enumerate(new_max):
-        shift = cutlass.select_(value == -Float32.inf, Float32(0.0), value * factor)
-        rescale = exp(row_max[i] * factor - shift, fastmath=True)
+        # The difference first: a maximum that stays rescales by exactly 1, however many tiles there are.
+        rescale = exp((row_max[i] - finite(value, MASKED)) * factor, fastmath=True)
         row_max[i] = value
         row_sum[i] = row_sum[i] * rescale
         for j in range(cute.size(acc, mode=[1])):
             acc[i, j] = acc[i, j] * rescale
 
 
+def far_behind(row_max, new_max, factor):
+    """Whether some row of this warp would have exponentials beyond exp(HEADROOM) under its old maximum."""
+    far = Boolean(False)
+    for i, value in enumerate(new_max):
+        far = far | ((value - row_max[i]) * factor > HEADROOM)
+    return cute.arch.vote_any_sync(far)
+
+
 @cute.jit
-def raise_rarely(acc, row_max, row_sum, new_max, factor, exp):
-    """The same, but only when a row of this warp would else have exponentials beyond 2^8."""
-    beyond = Boolean(False)
-    for i in cutlass.range_constexpr(len(new_max)):
-        beyond = beyond | ((new_max[i] - row_max[i]) * factor > 8.0)
-    if cute.arch.vote_any_sync(beyond):
-        raise_max(acc, row_max, row_sum, new_max, factor, exp)
+def raise_rarely(acc, row_max, row_sum, new_max, factor, exp, MASKED):
+    """The same, but only when a row of this warp is far behind: any maximum will do that keeps exponentials finite.
+
+    It runs once at most. As an `if` the compiler would make predicates of it, and issue every multiplication unused.
+    """
+    while far_behind(row_max, new_max, factor):
+        raise_max(acc, row_max, row_sum, new_max, factor, exp, MASKED)
 
 
 def normalize(acc, row_max, row_sum, scale):
@@ -265,7 +284,7 @@ def plan_forward(problem: Problem, target: Target, tile: Tile, switches: Switche
     kernel = ForwardKernel(
         **constants(problem, tile, switches),
         Q_IN_REGISTERS=bool(tile.get("q_in_registers", 0)),
-        LAZY=bool(tile.get("lazy", 0)),
+        LAZY_RESCALE=bool(tile.get("lazy_rescale", 0)),
     )
     return (
         Launch(

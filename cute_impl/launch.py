@@ -37,12 +37,14 @@ class Launch:
     """One kernel and its scalar arguments, which follow the tensors when it is called.
 
     kernel: an object of a kernel class. Its fields are the compile-time constants, `arguments()` stands for what it is
-    called with, and calling it inside the compiler launches it. blocks: how many it launches.
+    called with, and calling it inside the compiler launches it. blocks: how many it launches. tile: its own, where that
+    is not the direction's.
     """
 
     kernel: Any
     scalars: tuple[int | float, ...]
     blocks: int
+    tile: Tile | None = None
 
     def __post_init__(self) -> None:
         if self.blocks > GRID_MAX:
