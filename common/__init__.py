@@ -3,7 +3,7 @@
 from .attention import attention
 from .buffers import GuardedBuffers, empty, empty_like
 from .mask import Corner, Mask, TileKind
-from .ports import Build, Port, Unsupported, check_tensors, port, port_names, port_package
+from .ports import Build, Kernel, Port, Unsupported, check_tensors, port, port_names, port_package
 from .problem import DTYPE_NAMES, Direction, Problem
 from .target import Card, Target
 from .tile import RUNGS, Switches, Tile, TileTable
@@ -16,6 +16,7 @@ __all__ = [
     "Corner",
     "Direction",
     "GuardedBuffers",
+    "Kernel",
     "Mask",
     "Port",
     "Problem",

@@ -6,9 +6,10 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -18,13 +19,13 @@ from .problem import DTYPE_NAMES, Direction, Problem, check_direction
 from .target import ADA, Target
 from .tile import Switches, Tile
 
-__all__ = ["Build", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
+__all__ = ["Build", "Kernel", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
 
 # name: (module, class, how to get the package it needs)
 _PORTS = {
     "reference": ("reference.port", "ReferencePort", "torch"),
     "triton": ("triton_impl.port", "TritonPort", "triton"),
-    "tilelang": ("tilelang_impl.port", "TilelangPort", "tilelang"),
+    "tilelang": ("tilelang_impl.port", "TilelangPort", "tilelang==0.1.13"),
     "cute": ("cute_impl.port", "CutePort", "nvidia-cutlass-dsl"),
 }
 
@@ -49,6 +50,13 @@ class Build:
     seconds: float
     cached: bool
     ptx: str = field(repr=False)
+
+
+class Kernel(Protocol):
+    """A kernel to be compiled ahead: hashable, equal for equal code, and fit to be pickled."""
+
+    def compile(self, sm: str) -> object:
+        """Compiles it for an architecture, into the cache on disk that a launch looks into."""
 
 
 def check_tensors(problem: Problem, **tensors: torch.Tensor | None) -> None:
@@ -130,6 +138,21 @@ class Port(ABC):
         Raises Unsupported when the port has nothing to compile or the tile does not fit.
         """
         raise Unsupported(f"{self.name} has no kernels to compile")
+
+    def kernels(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        dlse: bool = False,
+        deterministic: bool = False,
+    ) -> Sequence[Kernel]:
+        """What a call on packed `(B, H, N, D)` tensors launches, where it pays to compile that ahead, in parallel.
+
+        Empty for a port whose kernels compile fast, and for what it does not support. Compiles nothing itself.
+        """
+        return ()
 
     def forward(
         self,

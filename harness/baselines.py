@@ -158,3 +158,4 @@ class _no_kernel_is_unsupported:  # noqa: N801
 
 
 SDPA_FLASH = SdpaFlash()
+BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in (SDPA_FLASH,)}

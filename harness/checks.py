@@ -72,13 +72,21 @@ class Worst:
 
     def describe(self, name: str, tile: Tile | None) -> str:
         """In words, with the row tile it lies in: of queries for o, lse and dq, of keys for dk and dv."""
-        names = ("b", "h", "row", "column")
-        place = ", ".join(f"{axis} {i}" for axis, i in zip(names, self.index, strict=False))
-        text = f"{self.value:.6g} where the oracle has {self.oracle:.6g}, at {place}"
+        text = f"{self.value:.6g} where the oracle has {self.oracle:.6g}, at {place_in_words(self.index)}"
         if tile is None:
             return text
-        side, block = ("key", tile.block_n) if name in ("dk", "dv") else ("query", tile.block_m)
-        return f"{text}: row {self.index[2] % block} of {side} tile {self.index[2] // block} ({block} rows)"
+        return f"{text}: row {tile_in_words(name, self.index[2], tile)}"
+
+
+def place_in_words(index: tuple[int, ...]) -> str:
+    """An index `(b, h, row[, column])`, each number named."""
+    return ", ".join(f"{axis} {i}" for axis, i in zip(("b", "h", "row", "column"), index, strict=False))
+
+
+def tile_in_words(name: str, row: int, tile: Tile) -> str:
+    """Where a row of the tensor of that name lies in its tile, of queries for o, lse and dq, of keys for dk and dv."""
+    side, block = ("key", tile.block_n) if name in ("dk", "dv") else ("query", tile.block_m)
+    return f"{row % block} of {side} tile {row // block} ({block} rows)"
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,16 @@ class Yardstick:
     @property
     def allowed(self) -> torch.Tensor:
         """The largest error that passes."""
-        return NAIVE_FACTOR * torch.minimum(self.naive, RELATIVE_CAP * self.largest) + self.floor
+        return NAIVE_FACTOR * self._naive + self.floor
+
+    @property
+    def unit(self) -> torch.Tensor:
+        """PyTorch's error as a unit to count in: that of the plain attention, but no less than the floor."""
+        return torch.maximum(self._naive, self.floor)
+
+    @property
+    def _naive(self) -> torch.Tensor:
+        return torch.minimum(self.naive, RELATIVE_CAP * self.largest)
 
 
 class Truth:
@@ -134,9 +151,9 @@ class Truth:
         self._problem, self._inputs = problem, inputs
         self._known: dict[tuple[Direction, bool], dict[str, Yardstick]] = {}
 
-    def prepare(self, direction: Direction) -> None:
-        """Computes a direction's truth now, so that what it raises is not blamed on a port."""
-        self._once(direction, direction == "backward")
+    def of(self, direction: Direction) -> dict[str, Yardstick]:
+        """The yardsticks of a direction as it is asked of a port by default; no floor for what a rounded o costs."""
+        return self._once(direction, direction == "backward")
 
     def forward(self) -> dict[str, Yardstick]:
         """The yardsticks of o and lse."""
@@ -255,23 +272,36 @@ def compare(name: str, value: torch.Tensor, yardstick: Yardstick) -> TensorCheck
     if not distance.numel():
         return TensorCheck(name, 0.0, 0.0, 0.0, 0.0, None)
     errors, allowed = by_segment(name, distance), yardstick.allowed
-    ratios = (errors / allowed).masked_fill(errors == 0, 0.0)
-    *head, which = _place(ratios)
-    segments = _segments(distance[tuple(head)], dim=0)
-    row, *column = _place(segments[which])
-    row += sum(len(before) for before in segments[:which])
-    where = (*head, row, *column)
-    # (B, N, D) inputs leave the head out; it is head 0.
-    has_head = oracle.dim() == (3 if name == "lse" else 4)
-    index = where if has_head else (where[0], 0, *where[1:])
-    worst = Worst(index, float(value[where]), float(oracle[where]))
-    error, allow, naive, floor = (float(x[(*head, which)]) for x in (errors, allowed, yardstick.naive, yardstick.floor))
+    segment, element = farthest(distance, errors, allowed)
+    worst = Worst(index_of(name, element), float(value[element]), float(oracle[element]))
+    error, allow, naive, floor = (float(x[segment]) for x in (errors, allowed, yardstick.naive, yardstick.floor))
     return TensorCheck(name, error, allow, naive, floor, worst)
 
 
-def _place(values: torch.Tensor) -> list[int]:
+Place = tuple[int, ...]
+
+
+def farthest(distance: torch.Tensor, errors: torch.Tensor, unit: torch.Tensor) -> tuple[Place, Place]:
+    """The segment with the largest error in its own unit, and in it the element with the largest distance.
+
+    errors: the distances by segment. The places are indices into `errors` and `distance`.
+    """
+    segment = _place((errors / unit).masked_fill(errors == 0, 0.0))
+    head, which = segment[:-1], segment[-1]
+    segments = _segments(distance[head], dim=0)
+    row, *column = _place(segments[which])
+    return segment, (*head, row + sum(len(before) for before in segments[:which]), *column)
+
+
+def index_of(name: str, element: Place) -> Place:
+    """`(b, h, row[, column])` of an element of the tensor of that name; where the head is left out it is head 0."""
+    has_head = len(element) == (3 if name == "lse" else 4)
+    return element if has_head else (element[0], 0, *element[1:])
+
+
+def _place(values: torch.Tensor) -> Place:
     """The index of the largest."""
-    return [int(i) for i in torch.unravel_index(values.argmax(), values.shape)]
+    return tuple(int(i) for i in torch.unravel_index(values.argmax(), values.shape))
 
 
 def compare_all(outputs: Tensors, truth: dict[str, Yardstick]) -> tuple[TensorCheck, ...]:

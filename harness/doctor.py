@@ -18,10 +18,12 @@ from common.ports import is_written
 from .baselines import SDPA_FLASH
 from .environment import Environment
 from .errors import one_line
+from .isolation import Caller, Here, Lost, Worker
+from .jobs import PROBE, Setting, probe
 from .options import Format
 from .provenance import driver_version, git_commit, package_versions
 from .records import RecordFile
-from .run import PROBE, probe
+from .schema import VERSION
 from .tables import Table, print_tables
 
 OK, NOTHING_RUNS = 0, 2
@@ -39,25 +41,30 @@ class Finding:
     advice: str = ""
 
 
-def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str = "") -> int:
+def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str = "", *, isolated: bool = True) -> int:
     """Runs the command and returns its exit status: 2 when no port can run.
 
-    trouble: why a card that is there is not used. Raises UsageError when the JSON file cannot be written.
+    trouble: why a card that is there is not used. isolated: ports are tried in a process of their own. Raises
+    UsageError when the JSON file cannot be written.
     """
     with RecordFile(json_path) if json_path is not None else nullcontext() as records:
-        installed, ports = _examine(here, trouble, form)
+        caller = Worker() if isolated else Here()
+        try:
+            installed, ports = _examine(here, trouble, form, caller)
+        finally:
+            caller.close()
         if records is not None:
-            report = {"schema": 1, "kind": "doctor", "git": git_commit()}
+            report = {"schema": VERSION, "kind": "doctor", "git": git_commit()}
             report |= {"installed": [asdict(f) for f in installed], "ports": [asdict(f) for f in ports]}
             records.write(report)
     runs = any(finding.found in ("native", "interpreter", "CPU") for finding in ports)
     return OK if runs else NOTHING_RUNS
 
 
-def _examine(here: Environment, trouble: str, form: Format) -> tuple[list[Finding], list[Finding]]:
+def _examine(here: Environment, trouble: str, form: Format, caller: Caller) -> tuple[list[Finding], list[Finding]]:
     """What is installed, and which ports run; prints both."""
     installed = _installed(here, trouble)
-    ports = [_port(name, here) for name in common.port_names()] + [_baseline(here)]
+    ports = [_port(name, here, caller) for name in common.port_names()] + [_baseline(here)]
     tables = [
         _table("Installed", ("what", "found", "what to do"), installed),
         _table(f"Ports on {here.card}", ("port", "runs", "why, and what to do"), ports),
@@ -104,10 +111,20 @@ def _installed(here: Environment, trouble: str) -> list[Finding]:
         found = "none usable" if torch.cuda.is_available() else "none"
         findings.append(Finding("card", found, trouble or _why_no_card(driver)))
     if is_written("tilelang"):
-        path = shutil.which("nvcc")
-        advice = "" if path else "TileLang compiles with it: install the CUDA toolkit and put it on PATH"
+        path = _nvcc()
+        advice = "" if path else "TileLang compiles with it: install the CUDA toolkit, or pip install '.[nvcc]'"
         findings.append(Finding("nvcc", path or "missing", advice))
     return findings
+
+
+def _nvcc() -> str | None:
+    """The nvcc that TileLang calls; where TileLang is not installed, the one on PATH."""
+    try:
+        from tilelang.contrib.nvcc import get_nvcc_compiler
+
+        return shutil.which(get_nvcc_compiler())
+    except Exception:  # TileLang is missing, does not import, or knows of no place to look in
+        return shutil.which("nvcc")
 
 
 def _why_no_card(driver: str | None) -> str:
@@ -118,7 +135,7 @@ def _why_no_card(driver: str | None) -> str:
     return ""
 
 
-def _port(name: str, here: Environment) -> Finding:
+def _port(name: str, here: Environment, caller: Caller) -> Finding:
     """Imports a port and runs one tile with it."""
     try:
         port = common.port(name)
@@ -127,12 +144,12 @@ def _port(name: str, here: Environment) -> Finding:
     except Exception as error:  # importing a DSL may raise anything
         return Finding(name, "no", f"could not be imported: {one_line(error)}")
     try:
-        probe(port, here, here.native, strict=True)
-    except Unsupported as error:
+        reason = caller.call(probe, Setting(here, here.native), name)
+    except Lost as lost:
+        return Finding(name, "no", f"one tile {lost}; harness run --impl {name} tells more")
+    if reason:
         compiles = type(port).build is not Port.build
-        return Finding(name, "compile only" if compiles else "no", str(error))
-    except Exception as error:  # the probe is there to find out
-        return Finding(name, "no", f"raised {one_line(error)} on one tile; harness run --impl {name} tells more")
+        return Finding(name, "compile only" if compiles else "no", f"the {name} port cannot run here: {reason}")
     compiling = "compiles for every target" if type(port).build is not Port.build else ""
     if here.has_gpu:
         return Finding(name, "native", compiling)

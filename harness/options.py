@@ -1,8 +1,13 @@
-"""The words that options take, apart from PyTorch so that `--help` need not import it."""
+"""The words and defaults of options, apart from PyTorch so that `--help` need not import it."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+LIMIT_S = 300.0  # of one check or one row of timings; TileLang's compiler alone takes up to a minute a kernel
+
+
+TOLERANCE_PERCENT = 2.0  # what `compare` calls the same: medians of one kernel differ by as much from day to day
 
 
 class Directions(StrEnum):

@@ -6,19 +6,20 @@ import json
 import math
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from common import DTYPE_NAMES, Mask, Problem, Switches, Tile
+from common import DTYPE_NAMES, Mask, Problem, Switches, Target, Tile
 
 from .errors import UsageError
 from .inputs import InputSpec
+from .jobs import Disagreement
+from .schema import VERSION, record_fault
 from .timing import Timing
 from .trial import Check
-
-SCHEMA_VERSION = 1
 
 
 class RecordFile:
@@ -41,8 +42,12 @@ class RecordFile:
             raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds one record."""
-        self._file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
+        """Adds one record. Raises ValueError for one that is not as its schema has it: readers would refuse it."""
+        plain = _plain(record)
+        wrong = record_fault(plain)
+        if wrong is not None:
+            raise ValueError(f"a record that its schema does not allow: {wrong}")
+        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
     def __enter__(self) -> RecordFile:
@@ -80,14 +85,14 @@ _KINDS = (
 )
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinities and no NaN: they become the strings inf, -inf and nan."""
+def _plain(value: Any) -> Any:
+    """What JSON has: lists for tuples, and for infinities and NaN the strings inf, -inf and nan."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_plain(item) for item in value]
     return value
 
 
@@ -128,6 +133,34 @@ def switches_fields(switches: Switches) -> dict[str, bool]:
     return asdict(switches)
 
 
+def disagreement_record(
+    apart: Disagreement,
+    problem: Problem,
+    target: Target,
+    *,
+    suite: str,
+    case: str,
+    inputs: InputSpec,
+    seed: int,
+    sources: dict[str, str | None],
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """The record of how far two ports are apart. sources: the hashes of their sources, by name."""
+    return {
+        "schema": VERSION,
+        "kind": "disagreement",
+        "suite": suite,
+        "case": case,
+        "problem": problem_fields(problem),
+        "inputs": asdict(inputs),
+        "seed": seed,
+        "target": {"name": target.name, "sm": target.sm},
+        **asdict(apart),
+        "sources": sources,
+        "provenance": facts,
+    }
+
+
 def check_record(
     check: Check,
     *,
@@ -138,16 +171,16 @@ def check_record(
     sources: str | None,
     facts: dict[str, Any],
     timing: Timing | None = None,
-    baseline: Check | None = None,
+    baselines: Sequence[Check] = (),
 ) -> dict[str, Any]:
     """The record of one check, and of the timing that it allowed.
 
-    sources: the hash of the port's sources. facts: `harness.provenance.provenance`. baseline: the check of what it was
-    timed against.
+    sources: the hash of the port's sources. facts: `harness.provenance.provenance`. baselines: the checks of what it
+    was to be timed beside; speeds are relative to the first.
     """
     return {
-        "schema": SCHEMA_VERSION,
-        "kind": "run",
+        "schema": VERSION,
+        "kind": "check",
         "suite": suite,
         "case": case,
         "port": check.port,
@@ -173,7 +206,7 @@ def check_record(
             for t in check.tensors
         },
         "first_calls_s": list(check.seconds),
-        "baseline": None if baseline is None else {"port": baseline.port, "verdict": baseline.verdict},
+        "baselines": [{"port": b.port, "verdict": b.verdict, "reason": b.reason} for b in baselines],
         "samples": None if timing is None else timing.as_record(),
         "host_us": None if timing is None else timing.host_us,
         "flops": check.problem.flops(check.direction),

@@ -1,7 +1,8 @@
 """How long a launch takes.
 
 All contestants of a table row are timed in one process by turns: in each round, in random order, one launch each after
-the L2 cache was flushed, between two device events, while the host is kept ahead so that its time does not leak in.
+the L2 cache was flushed, between two device events, while the host is kept ahead so that its time does not leak in: a
+sample for which it was late is taken again, and marked when it stays late.
 What is shown is the median over the rounds, and the bootstrap 95 % interval of the ratio of medians, resampled by
 rounds, because contestants of a round share its clock. Clocks, power and throttle reasons are read beside each round;
 a round that throttled stays in and is counted.
@@ -25,6 +26,7 @@ from .errors import one_line
 ROUNDS = 40
 WARMUP_ROUNDS = 3
 HOST_CALLS = 20
+ATTEMPTS, SLEEP_GROWTH = 4, 2.0
 RESAMPLES = 2000
 FLOP_CONVENTION = (
     "FLOPs: forward 4·B·H·D·(visible pairs), backward 2.5 times that; what a kernel recomputes earns no credit. "
@@ -46,14 +48,22 @@ class Sensors:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One launch: milliseconds of device time. late: the device had to wait for the host, whose time is in it too."""
+
+    ms: float
+    late: bool = False
+
+
 class Stopwatch(Protocol):
     """The device as `measure` needs it; a test brings its own."""
 
     def prepare(self, launches: Mapping[str, Launch]) -> dict[str, float]:
         """Called once, before the warm-up: the host time per call of each contestant, in microseconds."""
 
-    def time_ms(self, name: str, launch: Launch) -> float:
-        """Flushes the L2 and launches once: milliseconds of device time."""
+    def time(self, name: str, launch: Launch) -> Sample:
+        """Flushes the L2 and launches: the device time of one launch."""
 
     def sensors(self) -> Sensors:
         """The sensors, now."""
@@ -61,10 +71,11 @@ class Stopwatch(Protocol):
 
 @dataclass(frozen=True)
 class Round:
-    """Milliseconds by contestant, in the order they ran, and the sensors afterwards."""
+    """Milliseconds by contestant, in the order they ran, the sensors afterwards, and whose sample is `late`."""
 
     ms: dict[str, float]
     sensors: Sensors
+    late: tuple[str, ...] = ()
 
     @property
     def throttled(self) -> bool:
@@ -105,14 +116,18 @@ class Timing:
         """How many rounds throttled."""
         return sum(r.throttled for r in self.rounds)
 
+    def late(self, name: str) -> int:
+        """How many samples of a contestant may hold host time."""
+        return sum(name in r.late for r in self.rounds)
+
     def as_record(self) -> list[dict[str, Any]]:
         """The rounds, fit for JSON."""
-        return [{"ms": r.ms, "sensors": asdict(r.sensors)} for r in self.rounds]
+        return [{"ms": r.ms, "sensors": asdict(r.sensors), "late": list(r.late)} for r in self.rounds]
 
     @classmethod
     def of_record(cls, rounds: Sequence[dict[str, Any]], host_us: dict[str, float]) -> Timing:
         """The timing whose rounds `as_record` gave."""
-        return cls(tuple(Round(r["ms"], Sensors(**r["sensors"])) for r in rounds), host_us)
+        return cls(tuple(Round(r["ms"], Sensors(**r["sensors"]), tuple(r["late"])) for r in rounds), host_us)
 
 
 def speed_cells(timing: Timing, ours: str, theirs: str | None, flops: int) -> tuple[str, str, str, str, str, str]:
@@ -161,12 +176,14 @@ def measure(launches: Mapping[str, Launch], stopwatch: Stopwatch, *, rounds: int
     host_us = stopwatch.prepare(launches)
     for _ in range(WARMUP_ROUNDS):
         for name in order:
-            stopwatch.time_ms(name, launches[name])
+            stopwatch.time(name, launches[name])
     measured = []
     for _ in range(rounds):
         shuffle.shuffle(order)
-        ms = {name: stopwatch.time_ms(name, launches[name]) for name in order}
-        measured.append(Round(ms, stopwatch.sensors()))
+        samples = {name: stopwatch.time(name, launches[name]) for name in order}
+        ms = {name: sample.ms for name, sample in samples.items()}
+        late = tuple(name for name, sample in samples.items() if sample.late)
+        measured.append(Round(ms, stopwatch.sensors(), late))
     return Timing(tuple(measured), host_us)
 
 
@@ -183,11 +200,34 @@ def host_microseconds(launch: Launch, wait: Callable[[], object], *, calls: int 
     return float(np.median(taken)) * 1e6
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One launch behind a sleeping device. host_us: what the host took from the start event to the end event."""
+
+    sample: Sample
+    host_us: float
+
+
+def in_time(attempt: Callable[[float], Attempt], sleep_us: float) -> Sample:
+    """The first sample that is not late, of attempts behind longer and longer sleeps; at last one that is.
+
+    A call that sometimes takes the host much longer, as autograd does, so costs another attempt and no wrong sample.
+    attempt: launches behind a sleep of so many microseconds.
+    """
+    for _ in range(ATTEMPTS):
+        tried = attempt(sleep_us)
+        if not tried.sample.late:
+            break
+        sleep_us = SLEEP_GROWTH * max(sleep_us, tried.host_us)
+    return tried.sample
+
+
 class CudaStopwatch:
     """Device events on the current stream of a CUDA device.
 
     Before the start event the device is put to sleep for longer than the host needs to enqueue the launch, so that
-    start, launch and end lie back to back on the device.
+    start, launch and end lie back to back on the device. That it still slept when the host was done is not assumed: by
+    then the start event must not have happened.
     """
 
     SLEEP_CYCLES_PER_US = 3000  # no targeted card clocks above 3 GHz, so this sleeps a microsecond at least
@@ -205,17 +245,23 @@ class CudaStopwatch:
         self._host_us = {name: host_microseconds(launch, self._wait) for name, launch in launches.items()}
         return self._host_us
 
-    def time_ms(self, name: str, launch: Launch) -> float:
-        """Flushes, sleeps, launches between two events, and waits."""
+    def time(self, name: str, launch: Launch) -> Sample:
+        """Flushes, sleeps, launches between two events, and waits; again when the host was late."""
+        return in_time(lambda sleep_us: self._attempt(launch, sleep_us), 2 * self._host_us[name] + self.LEAD_US)
+
+    def _attempt(self, launch: Launch, sleep_us: float) -> Attempt:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._flush.zero_()
-        torch.cuda._sleep(int(self.SLEEP_CYCLES_PER_US * (2 * self._host_us[name] + self.LEAD_US)))
+        torch.cuda._sleep(int(self.SLEEP_CYCLES_PER_US * sleep_us))
         start.record()
+        begun = time.perf_counter()
         result = launch()
         end.record()
+        late = start.query()
+        host_us = (time.perf_counter() - begun) * 1e6
         self._wait()
         del result  # not earlier: the memory is the launch's until it is done
-        return start.elapsed_time(end)
+        return Attempt(Sample(start.elapsed_time(end), late), host_us)
 
     def sensors(self) -> Sensors:
         """The sensors, now."""

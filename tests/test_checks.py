@@ -22,6 +22,7 @@ from harness.checks import (
     largest_by_segment,
 )
 from harness.inputs import InputSpec, make_inputs
+from harness.provenance import provenance
 from harness.records import RecordFile, check_record
 from harness.suites import load_suite
 from harness.trial import Check, Trial
@@ -420,12 +421,12 @@ def test_a_check_becomes_a_record_with_infinities_as_words(tmp_path) -> None:  #
     check = trial(wrong("forward", spoil)).check("forward")
     path = tmp_path / "x.jsonl"
     with RecordFile(path) as records:
-        records.write(
-            check_record(check, suite="s", case="c", inputs=InputSpec(), seed=0, sources=None, facts={"card": None})
-        )
+        facts = provenance(CPU, interpreted=True)
+        about = {"suite": "s", "case": "c", "inputs": InputSpec(), "seed": 0, "sources": None, "facts": facts}
+        records.write(check_record(check, **about))
         assert not path.exists()
     record = json.loads(path.read_text())
-    assert (record["schema"], record["verdict"], record["errors"]["o"]["error"]) == (1, "fail", "inf")
+    assert (record["schema"], record["verdict"], record["errors"]["o"]["error"]) == (2, "fail", "inf")
     assert record["tile"] == {"block_m": 32, "block_n": 32, "warps": 4, "stages": 2}
 
 
@@ -433,11 +434,12 @@ def test_an_interrupted_record_file_leaves_the_old_one(tmp_path) -> None:  # typ
     path = tmp_path / "x.jsonl"
     path.write_text("old\n")
     records = RecordFile(path)
-    records.write({"new": 1})
+    new = {"schema": 2, "kind": "doctor", "git": {"commit": None, "dirty": None}, "installed": [], "ports": []}
+    records.write(new)
     with pytest.raises(KeyboardInterrupt), records:
         raise KeyboardInterrupt
     assert path.read_text() == "old\n"
-    assert json.loads(records.partial.read_text()) == {"new": 1}
+    assert json.loads(records.partial.read_text()) == new
 
 
 def test_what_fp32_flushes_to_zero_is_allowed_and_nothing_larger() -> None:

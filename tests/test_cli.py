@@ -17,7 +17,7 @@ import torch
 
 import common
 from common import Problem
-from harness import run as run_module
+from harness import jobs
 from harness.baselines import SDPA_FLASH
 from harness.cli import main
 from harness.environment import CPU, Environment
@@ -25,8 +25,9 @@ from harness.errors import UsageError
 from harness.inputs import InputSpec, make_inputs
 from harness.options import Format
 from harness.records import RecordFile
-from harness.run import Request, run
+from harness.run import RunRequest, run
 from harness.tables import Table, as_csv, as_markdown, as_text
+from harness.timing import Launch, Sample
 from reference import oracle_backward, oracle_forward
 
 from .fakes import FakePort
@@ -73,7 +74,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
         ("reference", "backward"),
     ]
     for r in records:
-        assert (r["schema"], r["verdict"], r["samples"], r["case"]) == (1, "pass", None, "scale")
+        assert (r["schema"], r["verdict"], r["samples"], r["case"]) == (2, "pass", None, "scale")
         assert set(r["errors"]) == ({"o", "lse"} if r["direction"] == "forward" else {"dq", "dk", "dv"})
         assert r["problem"]["scale"] == 0.05
         assert r["target"] == {"name": "ada", "sm": "sm_89"}
@@ -135,14 +136,13 @@ def test_a_port_that_cannot_run_is_explained_and_the_others_run() -> None:
     assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
 
 
-@pytest.mark.parametrize("command", [("run",), ("doctor",)])
-def test_help_shows_an_example(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["run", "matrix", "compare", "tables", "doctor"])
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main([*command, "--help"])
+        main([command, "--help"])
     out = capsys.readouterr().out
     assert exit_.value.code == 0
-    assert f"harness {command[0]} --" in out
-    assert "Example" in out
+    assert f"  harness {command} " in out.partition("Example")[2]
     assert "Exit status" in out
 
 
@@ -209,8 +209,9 @@ def fake_port(monkeypatch: pytest.MonkeyPatch) -> FakePort:
     return port
 
 
-def request(**options: object) -> Request:
-    return Request(("triton",), **{"suite": "quick", "only": "scale", **options})  # type: ignore[arg-type]
+def request(impl: str = "triton", **options: object) -> RunRequest:
+    """In this process, where `fake_port` and other changes are seen."""
+    return RunRequest((impl,), **{"only": "scale", "isolated": False, **options})  # type: ignore[arg-type]
 
 
 def test_a_failed_check_is_status_1_and_names_the_element(
@@ -258,7 +259,7 @@ def test_what_passed_is_timed_and_recorded_with_its_samples(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
-    monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
     path = tmp_path / "x.jsonl"
     assert run(request(rounds=5, json=path), CPU) == 0
     out = capsys.readouterr().out
@@ -267,7 +268,8 @@ def test_what_passed_is_timed_and_recorded_with_its_samples(
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [len(r["samples"]) for r in records] == [5, 5]
     assert records[0]["samples"][0]["sensors"]["sm_mhz"] == 1500
-    assert records[0]["baseline"] == {"port": "sdpa_flash", "verdict": "unsupported"}
+    reason = "SDPA's flash backend needs a CUDA device"
+    assert records[0]["baselines"] == [{"port": "sdpa_flash", "verdict": "unsupported", "reason": reason}]
 
 
 def test_what_failed_its_check_is_not_timed(
@@ -276,7 +278,7 @@ def test_what_failed_its_check_is_not_timed(
     fake_port.fault = "delta without dlse"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
     monkeypatch.setattr(Environment, "has_gpu", True)
-    monkeypatch.setattr(run_module, "CudaStopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: FakeStopwatch({"fake": 1.0}))
     assert run(request(rounds=5), CPU) == 1
     out = capsys.readouterr().out
     assert "fake forward, the CPU, beside SDPA flash" in out
@@ -347,7 +349,7 @@ def test_tables_come_as_text_markdown_and_csv() -> None:
 
 @pytest.mark.parametrize("form", list(Format))
 def test_every_format_prints_the_checks_and_the_closing_note(form: Format, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Request(("reference",), only="scale", form=form), CPU) == 0
+    assert run(request("reference", form=form), CPU) == 0
     out = capsys.readouterr().out
     assert "b1-h1-n40-d64-bf16-full-s0.05" in out
     last = out.splitlines()[-1]
@@ -378,13 +380,34 @@ def test_records_replace_nothing_but_a_regular_file(
 
 
 def test_records_replace_a_regular_file_and_a_link_to_nowhere(tmp_path: Path) -> None:
+    record = {"schema": 2, "kind": "doctor", "git": {"commit": None, "dirty": None}, "installed": [], "ports": []}
     old, link = tmp_path / "old", tmp_path / "link"
     old.write_text("old")
     link.symlink_to(tmp_path / "nowhere")
     for path in (old, link):
         with RecordFile(path) as records:
-            records.write({"a": 1})
-        assert path.read_text() == '{"a": 1}\n'
+            records.write(record)
+        assert json.loads(path.read_text()) == record
+
+
+def test_a_timing_that_raises_costs_its_own_row(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(FakeStopwatch):
+        def time(self, name: str, launch: Launch) -> Sample:
+            if self.rounds == 0:
+                self.rounds = 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().time(name, launch)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the baseline would run on a real card
+    monkeypatch.setattr(Environment, "has_gpu", True)
+    stopwatch = Fails({"fake": 1.0})
+    monkeypatch.setattr(jobs, "_stopwatch", lambda device: stopwatch)
+    assert run(request(rounds=5), CPU) == 0
+    out = capsys.readouterr().out
+    assert out.count("not timed: it raised OutOfMemoryError: CUDA out of memory") == 1
+    assert "fake backward, the CPU, beside SDPA flash" in out
 
 
 def test_inputs_that_do_not_fit_cost_their_own_case(
@@ -395,8 +418,8 @@ def test_inputs_that_do_not_fit_cost_their_own_case(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13 GiB")
         return make_inputs(problem, *arguments, **options)  # type: ignore[arg-type, return-value]
 
-    monkeypatch.setattr(run_module, "make_inputs", too_large)
-    assert run(Request(("reference",), only="head-dims"), CPU) == 0
+    monkeypatch.setattr(jobs, "make_inputs", too_large)
+    assert run(request("reference", only="head-dims"), CPU) == 0
     out = capsys.readouterr().out
     assert "not checked, the inputs or the oracle raised OutOfMemoryError: CUDA out of memory" in out
     assert "8 pass, 0 fail, 2 unsupported" in out

@@ -39,7 +39,7 @@ def test_it_tells_what_is_installed_and_what_can_run(tmp_path: Path) -> None:
     assert "compiles" in found["triton"][1]
     assert found["sdpa_flash (baseline)"] == ["no", "SDPA's flash backend needs a CUDA device"]
     report = json.loads(path.read_text())
-    assert (report["schema"], report["kind"]) == (1, "doctor")
+    assert (report["schema"], report["kind"]) == (2, "doctor")
     assert {finding["what"] for finding in report["ports"]} >= set(common.port_names())
 
 
@@ -69,20 +69,20 @@ def test_a_port_that_only_compiles_says_why(
         return CompileOnly()
 
     monkeypatch.setattr(common, "port", port)
-    assert doctor(None, Format.TEXT, CPU) == 2
+    assert doctor(None, Format.TEXT, CPU, isolated=False) == 2
     found = rows(capsys.readouterr().out)
     assert found["tilelang"][0] == "compile only"
     assert "its kernels need a CUDA device" in found["tilelang"][1]
     assert found["cute"] == ["no", "could not be imported: OSError: libcuda.so.1 is missing"]
 
 
-@pytest.mark.parametrize(("written", "advice"), [(False, "not needed yet"), (True, "pip install tilelang")])
+@pytest.mark.parametrize(("written", "advice"), [(False, "not needed yet"), (True, "pip install tilelang==0.1.13")])
 def test_a_package_is_advised_only_for_a_port_that_is_written(
     written: bool, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("harness.doctor.is_written", lambda name: written)
     monkeypatch.setattr("harness.doctor.package_versions", lambda: dict.fromkeys(package_versions()))
-    doctor(None, Format.TEXT, CPU)
+    doctor(None, Format.TEXT, CPU, isolated=False)
     found = rows(capsys.readouterr().out)
     assert found["TileLang"][0] == "missing"
     assert advice in found["TileLang"][1]

@@ -1,4 +1,4 @@
-"""Faults planted in a copy of the kernels, one at a time: the harness has to see each, and where it is."""
+"""Faults planted in a copy of each port's kernels, one at a time: the harness has to see each, and where it is."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+from .subjects import GPU, SUBJECTS, TILELANG, Subject, each
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("common", "reference", "triton_impl", "harness")
-GPU = torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Edit:
+    """`old`, which stands once in that file of a port's package, becomes `new`."""
+
+    file: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong line. `old` stands `times` times in `file`; `only` is a case of the suite that shows it, small enough
-    for the interpreter; `wrong` are the tensors that err there, an element not written among them."""
+    """One wrong line, and what it is in each port. `only` is a case of the suite that shows it, small enough for the
+    interpreter; `wrong` are the tensors that err there, an element not written among them."""
 
     name: str
-    file: str
-    old: str
-    new: str
     only: str
-    wrong: frozenset[str]
-    times: int = 1
+    wrong: set[str]
+    edits: dict[str, Edit]
 
     def __str__(self) -> str:
         return self.name
@@ -43,99 +49,142 @@ TILES, SHARED, TAIL, SCALE = f"n{512 if GPU else 272}-d64-bf16-causal", "mqa", "
 FAULTS = [
     Fault(
         "no-rescale-of-the-accumulator",
-        "forward.py",
-        "acc = acc * rescale[:, None]",
-        "acc = acc * 1.0",
         TILES,
-        frozenset({"o"}),
+        {"o"},
+        {
+            "triton": Edit("forward.py", "acc = acc * rescale[:, None]", "acc = acc * 1.0"),
+            "tilelang": Edit("forward.py", "acc[i, d] *= rescale[i]", "acc[i, d] *= 1.0"),
+        },
     ),
     Fault(
         "mask-off-by-one",
-        "blocks.py",
-        "seen &= keys <= rows + high",
-        "seen &= keys <= rows + high + 1",
         SHARED,
-        frozenset({"o", "lse"}),
+        {"o", "lse"},
+        {
+            "triton": Edit("blocks.py", "seen &= keys <= rows + high", "seen &= keys <= rows + high + 1"),
+            "tilelang": Edit("blocks.py", "T.And(seen, key <= row + high)", "T.And(seen, key <= row + high + 1)"),
+        },
     ),
     Fault(
         "wrong-corner",
-        "forward.py",
-        "problem.mask.band(problem.len_q, problem.len_k)",
-        "problem.mask.band(problem.len_q, problem.len_q)",
         SHARED,
-        frozenset({"o", "lse"}),
+        {"o", "lse"},
+        {
+            "triton": Edit(
+                "forward.py",
+                "problem.mask.band(problem.len_q, problem.len_k)",
+                "problem.mask.band(problem.len_q, problem.len_q)",
+            ),
+            "tilelang": Edit(
+                "launch.py",
+                "problem.mask.band(problem.len_q, problem.len_k)",
+                "problem.mask.band(problem.len_q, problem.len_q)",
+            ),
+        },
     ),
     Fault(
         "wrong-base-of-the-logarithm",
-        "forward.py",
-        "lse = (row_max + tl.math.log2(row_sum)) * LN_2 if EXP2",
-        "lse = (row_max + tl.math.log2(row_sum)) if EXP2",
         SCALE,
-        frozenset({"lse"}),
+        {"lse"},
+        {
+            "triton": Edit(
+                "forward.py",
+                "lse = (row_max + tl.math.log2(row_sum)) * LN_2 if EXP2",
+                "lse = (row_max + tl.math.log2(row_sum)) if EXP2",
+            ),
+            "tilelang": Edit("forward.py", "T.log2(row_sum[i]) * LN_2", "T.log2(row_sum[i])"),
+        },
     ),
     Fault(
         "scale-applied-twice",
-        "forward.py",
-        "factor = scale * LOG2_E if EXP2",
-        "factor = scale * scale * LOG2_E if EXP2",
         SCALE,
-        frozenset({"o", "lse"}),
+        {"o", "lse"},
+        {
+            "triton": Edit("forward.py", "factor = scale * LOG2_E if EXP2", "factor = scale * scale * LOG2_E if EXP2"),
+            "tilelang": Edit(
+                "forward.py", "factor = scale * LOG2_E if EXP2", "factor = scale * scale * LOG2_E if EXP2"
+            ),
+        },
     ),
     Fault(
         "tail-keys-unmasked",
-        "blocks.py",
-        "seen = keys < len_k",
-        "seen = keys >= 0",
         TAIL,
-        frozenset({"o", "lse"}),
+        {"o", "lse"},
+        {
+            "triton": Edit("blocks.py", "seen = keys < len_k", "seen = keys >= 0"),
+            "tilelang": Edit("blocks.py", "seen = key < len_k", "seen = key >= 0"),
+        },
     ),
     Fault(
         "delta-without-dlse",
-        "backward.py",
-        "delta -= tl.load(DLSE + row_base + rows, mask=inside, other=0.0)",
-        "delta -= 0.0",
         SCALE,
-        frozenset({"dq", "dk"}),
+        {"dq", "dk"},
+        {
+            "triton": Edit(
+                "backward.py", "delta -= tl.load(DLSE + row_base + rows, mask=inside, other=0.0)", "delta -= 0.0"
+            ),
+            "tilelang": Edit("backward.py", "dlse = DLSE[b, h, inside] if HAS_DLSE else 0.0", "dlse = 0.0"),
+        },
     ),
     Fault(
         "head-of-a-group-not-summed",
-        "backward.py",
-        "for member in range(group):",
-        "for member in range(tl.maximum(group - 1, 1)):",
         SHARED,
-        frozenset({"dk", "dv"}),
+        {"dk", "dv"},
+        {
+            "triton": Edit(
+                "backward.py", "for member in range(group):", "for member in range(tl.maximum(group - 1, 1)):"
+            ),
+            "tilelang": Edit("backward.py", "tiles * group if GROUPED", "tiles * T.max(group - 1, 1) if GROUPED"),
+        },
     ),
     Fault(
         "one-output-tile-unwritten",
-        "forward.py",
-        "grid=triton.cdiv(problem.len_q, tile.block_m) * heads,",
-        "grid=triton.cdiv(problem.len_q, tile.block_m) * heads - 1,",
         TILES,
-        frozenset({"o", "lse"}),
+        {"o", "lse"},
+        {
+            "triton": Edit(
+                "forward.py",
+                "grid=triton.cdiv(problem.len_q, tile.block_m) * heads,",
+                "grid=triton.cdiv(problem.len_q, tile.block_m) * heads - 1,",
+            ),
+            "tilelang": Edit("forward.py", "* batch * heads_q, threads", "* batch * heads_q - 1, threads"),
+        },
     ),
     Fault(
         "dq-not-zeroed-first",
-        "backward.py",
-        "dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)",
-        "dq = q.to(tl.float32)",
         SCALE,
-        frozenset({"dq"}),
+        {"dq"},
+        {
+            "triton": Edit("backward.py", "dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)", "dq = q.to(tl.float32)"),
+            "tilelang": Edit("backward.py", "T.fill(dq, 0)", "T.fill(dq, 1)"),
+        },
     ),
 ]
 
 
-def copy_of_the_packages(folder: Path) -> None:
-    for package in PACKAGES:
+def copy_of_the_packages(folder: Path, port: str, fault: Fault | None = None) -> None:
+    """What a run of that port needs, in a folder of its own, with the fault in it."""
+    for package in ("common", "reference", f"{port}_impl", "harness"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    if fault is not None:
+        edit = fault.edits[port]
+        path = folder / f"{port}_impl" / edit.file
+        path.write_text(path.read_text().replace(edit.old, edit.new))
 
 
-def run_harness(folder: Path, only: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in that folder, with its packages and no others."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def run_harness(folder: Path, port: str, only: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     """`harness run` of the quick suite, from that folder: the process, and its records."""
     records = folder / "records.jsonl"
-    command = [sys.executable, "-m", "harness", "run", "--impl", "triton", "--suite", "quick", "--no-timing"]
-    command += ["--json", str(records), "--only", only]
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command = ["-m", "harness", "run", "--impl", port, "--suite", "quick", "--no-timing", "--no-isolate"]
+    done = run_python(folder, *command, "--only", only, "--json", str(records))
     return done, [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
 
 
@@ -145,24 +194,73 @@ def erring(records: list[dict[str, Any]]) -> set[str]:
     return {name for name, error, allowed in checks if not float(error) <= allowed}
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize("port", [subject.name for subject in SUBJECTS])
+def test_a_fault_is_one_line_of_each_port(port: str, fault: Fault) -> None:
+    edit = fault.edits[port]
+    text = (ROOT / f"{port}_impl" / edit.file).read_text()
+    assert text.count(edit.old) == 1, "the kernels have moved on: the fault needs another line"
+
+
+@each()
 @pytest.mark.parametrize("only", [TILES, SHARED, TAIL, SCALE])
-def test_the_kernels_as_they_are_pass(only: str, tmp_path: Path) -> None:
-    copy_of_the_packages(tmp_path)
-    done, records = run_harness(tmp_path, only)
+def test_the_kernels_as_they_are_pass(subject: Subject, only: str, tmp_path: Path) -> None:
+    copy_of_the_packages(tmp_path, subject.name)
+    done, records = run_harness(tmp_path, subject.name, only)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {record["verdict"] for record in records} == {"pass"}
     assert not erring(records)
 
 
+@each()
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_planted_fault_is_seen_where_it_is(fault: Fault, tmp_path: Path) -> None:
-    copy_of_the_packages(tmp_path)
-    path = tmp_path / "triton_impl" / fault.file
-    text = path.read_text()
-    assert text.count(fault.old) == fault.times, "the kernels have moved on: the fault needs another line"
-    path.write_text(text.replace(fault.old, fault.new))
-    done, records = run_harness(tmp_path, fault.only)
+def test_a_planted_fault_is_seen_where_it_is(subject: Subject, fault: Fault, tmp_path: Path) -> None:
+    copy_of_the_packages(tmp_path, subject.name, fault)
+    done, records = run_harness(tmp_path, subject.name, fault.only)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "fail" in done.stdout
     # At a GPU's sizes what errs may spoil more.
     assert erring(records) >= fault.wrong if GPU else erring(records) == fault.wrong, done.stdout
+
+
+# A hash of each TileLang program of a direction; those that are not among the given ones are lowered, without a GPU.
+LOWER = """
+import hashlib, sys
+from common import Mask, Problem, Switches, Target, port
+from tilelang_impl.backward import plan_backward
+from tilelang_impl.build import lower
+from tilelang_impl.forward import plan_forward
+direction, *sound = sys.argv[1:]
+hopper, problem = Target.named("hopper"), Problem(1, 4, 1, 512, 512, 64, mask=Mask.causal())
+tile = port("tilelang").tiles(problem, hopper, direction)[0]
+plan, layouts = (plan_forward, ["bhnd"] * 4) if direction == "forward" else (plan_backward, ["bhnd"] * 5 + ["dlse"])
+for launch in plan(problem, hopper, tile, Switches(), tuple(layouts)):
+    program = hashlib.sha256(launch.program(*launch.constants).script().encode()).hexdigest()
+    print(program)
+    if sound and program not in sound:
+        lower(launch, hopper)
+"""
+
+
+def tilelang_programs(folder: Path, direction: str, *sound: str) -> list[str]:
+    """The hashes of the programs that the port in that folder writes."""
+    done = run_python(folder, "-c", LOWER, direction, *sound)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@cache
+def sound_programs(direction: str) -> list[str]:
+    """Those of the port as it is."""
+    return tilelang_programs(ROOT, direction)
+
+
+@pytest.mark.skipif(TILELANG.is_missing, reason="TileLang is not installed")
+# A fault in launch.py is the host's: the kernels stay as they are.
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.edits["tilelang"].file != "launch.py"], ids=str)
+def test_a_fault_in_a_tilelang_kernel_makes_another_program_which_lowers(fault: Fault, tmp_path: Path) -> None:
+    direction = "backward" if fault.edits["tilelang"].file == "backward.py" else "forward"
+    sound = sound_programs(direction)
+    copy_of_the_packages(tmp_path, "tilelang", fault)
+    programs = tilelang_programs(tmp_path, direction, *sound)
+    assert sum(a != b for a, b in zip(programs, sound, strict=True)) == 1

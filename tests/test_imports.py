@@ -21,7 +21,7 @@ DSLS = ("triton", "tilelang", "cutlass")
 # port: (its folder, the package it needs, how to get that)
 NEEDS = {
     "triton": ("triton_impl", "triton", "pip install triton"),
-    "tilelang": ("tilelang_impl", "tilelang", "pip install tilelang"),
+    "tilelang": ("tilelang_impl", "tilelang", "pip install tilelang==0.1.13"),
     "cute": ("cute_impl", "cutlass", "pip install nvidia-cutlass-dsl"),
 }
 PORTS = [folder for folder, _, _ in NEEDS.values()]

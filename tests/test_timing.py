@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
+import torch
 
 from common import Mask, Problem, Switches, Target
+from harness.environment import Environment
 from harness.inputs import InputSpec
-from harness.run import Request, Result, Session, timing_tables
+from harness.run import Result, Run, RunRequest, timing_tables
+from harness.session import Session
 from harness.suites import Case, Suite
 from harness.timing import (
+    ATTEMPTS,
+    Attempt,
+    CudaStopwatch,
     Launch,
     Round,
+    Sample,
     Sensors,
     Timing,
     host_microseconds,
+    in_time,
     measure,
     ratio_of_medians,
     throttle_reasons,
@@ -33,14 +42,15 @@ class FakeStopwatch:
         self.ms, self.throttles = ms, throttles
         self.random = np.random.default_rng(0)
         self.rounds, self.clock, self.order = 0, 1.0, []
+        self.late: set[str] = set()
 
     def prepare(self, launches: Mapping[str, Launch]) -> dict[str, float]:
         return dict.fromkeys(launches, 10.0)
 
-    def time_ms(self, name: str, launch: Launch) -> float:
+    def time(self, name: str, launch: Launch) -> Sample:
         launch()
         self.order.append(name)
-        return self.ms[name] * self.clock * self.random.normal(1, 0.02)
+        return Sample(self.ms[name] * self.clock * self.random.normal(1, 0.02), late=name in self.late)
 
     def sensors(self) -> Sensors:
         self.rounds += 1
@@ -94,6 +104,86 @@ def test_a_round_that_throttled_is_marked_and_kept() -> None:
     assert times.as_record()[1]["sensors"]["throttled"] == ("power cap",)
 
 
+class SleepingDevice:
+    """A device whose launch takes 1 ms; the host takes what `host_us` says, call by call, the last for all others."""
+
+    def __init__(self, *host_us: float) -> None:
+        self.host_us, self.sleeps = list(host_us), []
+
+    def attempt(self, sleep_us: float) -> Attempt:
+        host_us = self.host_us[min(len(self.sleeps), len(self.host_us) - 1)]
+        self.sleeps.append(sleep_us)
+        waited = max(0.0, host_us - sleep_us)
+        return Attempt(Sample(1.0 + waited / 1000, late=waited > 0), host_us)
+
+
+def test_a_sample_that_the_host_was_late_for_is_taken_again() -> None:
+    device = SleepingDevice(900, 40)
+    assert in_time(device.attempt, 100) == Sample(1.0)
+    assert device.sleeps == [100, 1800]
+
+
+def test_a_host_in_time_costs_no_second_launch() -> None:
+    device = SleepingDevice(90)
+    assert in_time(device.attempt, 100) == Sample(1.0)
+    assert device.sleeps == [100]
+
+
+def test_a_sleep_grows_with_what_the_host_took_until_it_is_long_enough() -> None:
+    device = SleepingDevice(300, 700, 1300)
+    assert in_time(device.attempt, 100) == Sample(1.0)
+    assert device.sleeps == [100, 600, 1400]
+
+
+def test_a_call_that_is_always_late_is_kept_and_marked() -> None:
+    # A launch that waits for the device takes the host as long as the device sleeps, however long that is.
+    sleeps = []
+
+    def attempt(sleep_us: float) -> Attempt:
+        sleeps.append(sleep_us)
+        return Attempt(Sample(1.5, late=True), sleep_us + 500)
+
+    assert in_time(attempt, 100) == Sample(1.5, late=True)
+    assert len(sleeps) == ATTEMPTS
+    assert sleeps == sorted(sleeps)
+
+
+def test_late_samples_are_counted_by_contestant_and_recorded() -> None:
+    stopwatch = FakeStopwatch({"a": 1.0, "b": 1.0})
+    stopwatch.late = {"b"}
+    times = measure({"a": lambda: 0, "b": lambda: 0}, stopwatch, rounds=5)
+    assert (times.late("a"), times.late("b")) == (0, 5)
+    rounds = times.as_record()
+    assert [r["late"] for r in rounds] == [["b"]] * 5
+    assert Timing.of_record(rounds, times.host_us).late("b") == 5
+
+
+@pytest.mark.gpu
+def test_a_host_that_stalls_now_and_then_is_not_in_the_samples() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.zeros(1 << 20, device=device)
+    calls = 0
+
+    def stalls() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            time.sleep(0.002)
+        x.add_(1)
+
+    times = measure({"steady": lambda: x.add_(1), "stalls": stalls}, CudaStopwatch(device), rounds=30)
+    assert times.late("stalls") == 0
+    assert max(times.samples("stalls")) < 1.0
+    assert times.median("stalls") < 1.5 * times.median("steady")
+
+
+@pytest.mark.gpu
+def test_a_launch_that_waits_for_the_device_is_marked() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    times = measure({"waits": lambda: torch.cuda.synchronize(device)}, CudaStopwatch(device), rounds=5)
+    assert times.late("waits") == 5
+
+
 def test_rounds_are_paired() -> None:
     # A clock that halves half way: unpaired, the interval of the ratio would span a factor of two.
     slow = [1.0] * 10 + [2.0] * 10
@@ -119,11 +209,7 @@ def test_host_time_leaves_out_the_first_call_and_the_wait() -> None:
     assert (len(calls), len(waits)) == (6, 2)
 
 
-def a_session(timing: Timing | None, baseline_verdict: str = "pass", untimed: str = "") -> Session:
-    import torch
-
-    from harness.environment import Environment
-
+def a_run(timing: Timing | None, baseline_verdict: str = "pass", untimed: str = "") -> Run:
     problem = Problem(4, 8, 8, 512, 512, 64, mask=Mask.causal())
     case = Case("walk", problem, InputSpec(), "")
     hopper, ada = Target.named("hopper"), Target.named("ada")
@@ -131,14 +217,16 @@ def a_session(timing: Timing | None, baseline_verdict: str = "pass", untimed: st
     check = Check("fake", *about, "pass", seconds=(2.5, 0.01))  # type: ignore[arg-type]
     baseline = Check("sdpa_flash", *about, baseline_verdict, reason="it has no window")  # type: ignore[arg-type]
     card = Environment(torch.device("cuda", 0), hopper, "NVIDIA H200")
-    session = Session(Request(("fake",)), card, Suite("walkthrough", "", True, False, (case,)), ada, [FakePort()])
-    session.results = [Result(case, check, timing, baseline, untimed)]
-    return session
+    request = RunRequest(("fake",))
+    session = Session(request, card, Suite("walkthrough", "", True, False, (case,)), ada, [FakePort()])
+    return Run(request, session, results=[Result(case, check, timing, baseline, untimed)])
 
 
 def test_a_timing_table_names_the_path_the_backend_and_the_convention() -> None:
-    rounds = tuple(Round({"fake": 0.05, "sdpa_flash": 0.04}, Sensors(throttled=("power cap",))) for _ in range(4))
-    (table,) = timing_tables(a_session(Timing(rounds, {"fake": 20.0, "sdpa_flash": 30.0})))
+    late = ("sdpa_flash",)
+    ms = {"fake": 0.05, "sdpa_flash": 0.04}
+    rounds = tuple(Round(ms, Sensors(throttled=("power cap",)), late) for _ in range(4))
+    (table,) = timing_tables(a_run(Timing(rounds, {"fake": 20.0, "sdpa_flash": 30.0})))
     assert table.title.startswith("fake forward, ada path on NVIDIA H200, beside SDPA flash")
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["N"], row["mask"], row["B,H,D"], row["dtype"]) == ("512", "causal", "4,8,64", "bf16")
@@ -148,13 +236,14 @@ def test_a_timing_table_names_the_path_the_backend_and_the_convention() -> None:
     assert (row["95 %"], row["host µs"], row["first s"], row["next s"]) == ("80.0–80.0", "20", "2.50", "0.01")
     notes = "\n".join(table.notes)
     assert "4 of 4 rounds throttled (power cap)" in notes
+    assert "4 of 4 samples of sdpa_flash may hold host time" in notes
     assert "FLOPs: forward 4·B·H·D" in notes
     assert "flash backend forced" in notes
 
 
 def test_a_baseline_that_cannot_leaves_our_time_alone() -> None:
     rounds = (Round({"fake": 0.05}, Sensors(note="pip install nvidia-ml-py")),)
-    (table,) = timing_tables(a_session(Timing(rounds, {"fake": 20.0}), "unsupported"))
+    (table,) = timing_tables(a_run(Timing(rounds, {"fake": 20.0}), "unsupported"))
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["fake ms"], row["SDPA flash ms"], row["% of SDPA flash"]) == ("0.0500", "–", "–")
     assert any("SDPA flash not timed: it has no window" in note for note in table.notes)
@@ -162,6 +251,6 @@ def test_a_baseline_that_cannot_leaves_our_time_alone() -> None:
 
 
 def test_what_was_not_timed_is_in_no_table() -> None:
-    assert timing_tables(a_session(None)) == []
-    (table,) = timing_tables(a_session(None, untimed="not timed: OutOfMemoryError"))
+    assert timing_tables(a_run(None)) == []
+    (table,) = timing_tables(a_run(None, untimed="not timed: OutOfMemoryError"))
     assert "not timed: OutOfMemoryError" in table.notes[0]

@@ -5,47 +5,59 @@ From `do`, `lse` and the inputs, with P recomputed (Dao 2023, algorithm 2):
     P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP - delta)      dK = dSᵀ Q      dQ = dS K
 
 where `delta = rowsum(dO ∘ O) - dlse`. Three kernels: prepare computes delta; dkdv, one program a tile of keys, walks
-over queries; dq, one program a tile of queries, walks over keys. S and dP are computed in both, seven products instead
-of five; in exchange no program adds to what another one writes, nothing is summed through memory in fp32, and every
-gradient is bitwise repeatable without being asked to.
+over queries; the third makes dq, in one of two ways:
+
+- dq, one program a tile of queries, walks over keys. S and dP are computed in both walks, seven products instead of
+  five; in exchange no program adds to what another one writes, nothing is summed through memory in fp32, and every
+  gradient is bitwise repeatable. With TMA and wgmma this is the faster way.
+- dkdv itself computes each tile's part of dq and adds it to a sum in fp32, by atomics (ATOMIC_DQ), and scale_dq makes
+  dq of that. Five products, which is faster where they are what the time goes to, on mma.sync; the order of the sum is
+  not fixed, so `deterministic` takes the first way.
 
 In the dkdv kernel the scores are computed transposed, `Sᵀ = K Qᵀ [BLOCK_N, BLOCK_M]`, so that Pᵀ and dSᵀ are the left
 operands of the next products straight from registers.
 
 Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`, each packed in that order or as `(B, N, H, D)`;
 lse, dlse `(B, Hq, Nq)` in fp32. stats `(B, Hq, 2, rows)` in fp32 is scratch: the lse as it is subtracted (`shift`) and
-delta, `rows` being Nq padded; a padded row has a shift of infinity, so that its P is 0 without a comparison.
+delta, `rows` being Nq padded; a padded row has a shift of infinity, so that its P is 0 without a comparison. dq_sum, in
+fp32 too, is the sum of dq in the order of `dq_sum_at`.
 dk and dv of a head are summed over the group of query heads that share it, in one program and in order.
 The rungs are those of the forward, and so are the two ways the kernels are compiled.
 """
+
+import math
+from dataclasses import replace
 
 import tilelang.language as T
 import torch
 
 from common import Problem, Switches, Target, Tile, empty, empty_like
 
-from .blocks import LOG2_E, claim, rows_of, shape_of, tile_range, visible, walk
+from .blocks import LOG2_E, claim, dq_sum_at, dq_sum_shape, rows_of, shape_of, tile_range, visible, walk
 from .budget import dq_tile
 from .launch import (
-    ROW_PADDING,
+    ROW_TILE,
     Launch,
     asynchronous,
     band,
+    block_d,
     constants,
     heads_in_l2,
     in_memory,
     padded_len,
     ready,
     settle,
+    summed_d,
 )
 
 
-def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS):
-    """The kernel that computes stats. LAYOUTS: of do, o."""
+def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS, SUM_D):
+    """The kernel that computes stats, and clears the sum of dq. LAYOUTS: of do, o. SUM_D: its columns, 0 for none."""
     batch, heads_q = T.dynamic("batch"), T.dynamic("heads_q")
-    len_q, rows = T.dynamic("len_q"), T.dynamic("rows")
+    len_q, rows, row_blocks = T.dynamic("len_q"), T.dynamic("rows"), T.dynamic("row_blocks")
+    SUM = dq_sum_shape(batch, heads_q, row_blocks, SUM_D) if SUM_D else (batch, heads_q, 2, rows)
     INF = T.infinity("float32")
-    BLOCK_M = ROW_PADDING // 2
+    BLOCK_M = ROW_TILE.block_m
 
     @T.prim_func
     def prepare_kernel(
@@ -54,8 +66,9 @@ def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS):
         LSE: T.Tensor((batch, heads_q, len_q), "float32"),
         DLSE: T.Tensor((batch, heads_q, len_q), "float32"),
         STATS: T.Tensor((batch, heads_q, 2, rows), "float32"),
+        DQ_SUM: T.Tensor(SUM, "float32"),
     ):
-        with T.Kernel(T.truncdiv(rows, BLOCK_M) * batch * heads_q, threads=128) as program:
+        with T.Kernel(T.truncdiv(rows, BLOCK_M) * batch * heads_q, threads=ROW_TILE.warps * 32) as program:
             do = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
             o = T.alloc_fragment([BLOCK_M, BLOCK_D], DTYPE)
             product = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
@@ -79,20 +92,29 @@ def prepare_program(HEAD_DIM, BLOCK_D, DTYPE, EXP2, HAS_DLSE, LAYOUTS):
                 unseen = T.Or(row_begin + i >= len_q, lse == -INF)
                 STATS[b, h, 0, row_begin + i] = T.if_then_else(unseen, INF, lse * LOG2_E if EXP2 else lse)
                 STATS[b, h, 1, row_begin + i] = T.if_then_else(unseen, 0.0, delta[i] - dlse)
+            if SUM_D:
+                block = tile * (BLOCK_M // 8)
+                T.fill(DQ_SUM[b, h, block : block + BLOCK_M // 8, 0 : SUM_D // 8, 0:2, 0:32], 0)
 
     return prepare_kernel
 
 
 def dkdv_program(
     HEAD_DIM, BLOCK_D, DTYPE, HAS_LOW, HAS_HIGH, SKIP, EXP2, EDGES, ORDER, ASYNC, BLOCK_M, BLOCK_N, THREADS, STAGES,
-    LAYOUTS, GROUPED,
+    LAYOUTS, GROUPED, ATOMIC_DQ,
 ):  # fmt: skip
-    """The kernel of dk and dv. LAYOUTS: of do, q, k, v, dk, dv. GROUPED: several query heads share a key head."""
+    """The kernel of dk and dv, and with ATOMIC_DQ of the sum of dq.
+
+    LAYOUTS: of do, q, k, v, dk, dv. GROUPED: several query heads share a key head.
+    """
     batch, heads_q, heads_kv = T.dynamic("batch"), T.dynamic("heads_q"), T.dynamic("heads_kv")
-    len_q, len_k, rows = T.dynamic("len_q"), T.dynamic("len_k"), T.dynamic("rows")
+    len_q, len_k, rows, row_blocks = T.dynamic("len_q"), T.dynamic("len_k"), T.dynamic("rows"), T.dynamic("row_blocks")
+    SUM = dq_sum_shape(batch, heads_q, row_blocks, BLOCK_D) if ATOMIC_DQ else (batch, heads_q, 2, rows)
     exp = T.exp2 if EXP2 else T.exp
     # A key past the end has a row of Pᵀ and dSᵀ to itself, and none of dk and dv: nothing to compare without a band.
     MASKED = HAS_LOW or HAS_HIGH or not EDGES
+    steps = ["q", "do", "stats", "s", "dp", "exp", *(["mask"] if MASKED else []), "p", "dv", "ds", "ds_cast"]
+    steps += ["s_ds", "dk", "dq", "dq_sum"] if ATOMIC_DQ else ["dk"]
 
     @T.prim_func
     def dkdv_kernel(
@@ -103,6 +125,7 @@ def dkdv_program(
         STATS: T.Tensor((batch, heads_q, 2, rows), "float32"),
         DK: T.Tensor(shape_of(LAYOUTS[4], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
         DV: T.Tensor(shape_of(LAYOUTS[5], batch, heads_kv, len_k, HEAD_DIM), DTYPE),
+        DQ_SUM: T.Tensor(SUM, "float32"),
         section: T.int32,
         low: T.int32,
         high: T.int32,
@@ -121,6 +144,10 @@ def dkdv_program(
             dk = T.alloc_fragment([BLOCK_N, BLOCK_D], "float32")
             dv = T.alloc_fragment([BLOCK_N, BLOCK_D], "float32")
 
+            if ATOMIC_DQ:
+                s_ds_t = T.alloc_shared([BLOCK_N, BLOCK_M], DTYPE)
+                dq = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
+
             b, h_kv, key_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             key_tiles = T.truncdiv(len_k + BLOCK_N - 1, BLOCK_N)
             tile, head = claim(program, key_tiles, batch * heads_kv, section, False, ORDER)
@@ -128,9 +155,9 @@ def dkdv_program(
             h_kv = T.truncmod(head, heads_kv)
             key_begin = tile * BLOCK_N
             key_last = T.min(key_begin + BLOCK_N, len_k) - 1
-            # A key is seen by the queries of the transposed band.
+            # A key is seen by the queries of the transposed band. Rows past the end need no comparison (`stats`).
             begin, full_begin, full_end, end = tile_range(
-                key_begin, key_last, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP, EDGES
+                key_begin, key_last, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP, EDGES, RAGGED=False
             )
             tiles = end - begin
             group = T.truncdiv(heads_q, heads_kv)
@@ -141,7 +168,8 @@ def dkdv_program(
             T.fill(dk, 0)
             T.fill(dv, 0)
             # The heads of a group follow one another in one walk, so that the pipeline fills once.
-            for t in walk(tiles * group if GROUPED else tiles, STAGES, 3, 12 if MASKED else 11, ASYNC):
+            walked = tiles * group if GROUPED else tiles
+            for t in walk(walked, STAGES, ASYNC, steps, {"q": "dk", "do": "dv", "stats": "ds"}):
                 h = h_kv * group + T.truncdiv(t, tiles) if GROUPED else h_kv
                 m = begin + T.truncmod(t, tiles) if GROUPED else begin + t
                 T.copy(rows_of(Q, LAYOUTS[1], b, h, m * BLOCK_M, BLOCK_M, BLOCK_D), s_q)
@@ -161,7 +189,13 @@ def dkdv_program(
                 for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                     dp_t[j, i] = p_t[j, i] * (dp_t[j, i] - s_stats[1, i])
                 T.copy(dp_t, ds_t_cast)
+                if ATOMIC_DQ:
+                    T.copy(ds_t_cast, s_ds_t)
                 T.gemm(ds_t_cast, s_q, dk, policy=T.GemmWarpPolicy.FullRow)
+                if ATOMIC_DQ:
+                    T.gemm(s_ds_t, s_k, dq, transpose_A=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                    for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                        T.atomic_add(DQ_SUM[dq_sum_at(b, h, m * (BLOCK_M // 8), i, d)], dq[i, d])
 
             for j, d in T.Parallel(BLOCK_N, BLOCK_D):
                 dk[j, d] *= scale
@@ -181,6 +215,7 @@ def dq_program(
     batch, heads_q, heads_kv = T.dynamic("batch"), T.dynamic("heads_q"), T.dynamic("heads_kv")
     len_q, len_k, rows = T.dynamic("len_q"), T.dynamic("len_k"), T.dynamic("rows")
     exp = T.exp2 if EXP2 else T.exp
+    steps = ["k", "v", "s", "dp", "exp", "mask", "ds", "ds_cast", "dq"]
 
     @T.prim_func
     def dq_kernel(
@@ -226,7 +261,7 @@ def dq_program(
                 shift[i] = STATS[b, h, 0, T.min(row_begin + i, rows - 1)]
                 delta[i] = STATS[b, h, 1, T.min(row_begin + i, rows - 1)]
             T.fill(dq, 0)
-            for t in walk(end - begin, STAGES, 2, 9, ASYNC):
+            for t in walk(end - begin, STAGES, ASYNC, steps, {"k": "dq", "v": "dp"}):
                 k = begin + t
                 T.copy(rows_of(K, LAYOUTS[2], b, h_kv, k * BLOCK_N, BLOCK_N, BLOCK_D), s_k)
                 T.copy(rows_of(V, LAYOUTS[3], b, h_kv, k * BLOCK_N, BLOCK_N, BLOCK_D), s_v)
@@ -252,35 +287,89 @@ def dq_program(
     return dq_kernel
 
 
+def scale_dq_program(HEAD_DIM, BLOCK_D, DTYPE, LAYOUT):
+    """The kernel that makes dq of its sum. LAYOUT: of dq."""
+    batch, heads_q = T.dynamic("batch"), T.dynamic("heads_q")
+    len_q, row_blocks = T.dynamic("len_q"), T.dynamic("row_blocks")
+    BLOCK_M = ROW_TILE.block_m
+
+    @T.prim_func
+    def scale_dq_kernel(
+        DQ_SUM: T.Tensor(dq_sum_shape(batch, heads_q, row_blocks, BLOCK_D), "float32"),
+        DQ: T.Tensor(shape_of(LAYOUT, batch, heads_q, len_q, HEAD_DIM), DTYPE),
+        scale: T.float32,
+    ):
+        with T.Kernel(T.truncdiv(row_blocks * 8, BLOCK_M) * batch * heads_q, threads=ROW_TILE.warps * 32) as program:
+            dq = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
+            b, h, row_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            tile, head = claim(program, T.truncdiv(row_blocks * 8, BLOCK_M), batch * heads_q, 1, False, False)
+            b = T.truncdiv(head, heads_q)
+            h = T.truncmod(head, heads_q)
+            row_begin = tile * BLOCK_M
+            for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                dq[i, d] = DQ_SUM[dq_sum_at(b, h, tile * (BLOCK_M // 8), i, d)] * scale
+            T.copy(dq, rows_of(DQ, LAYOUT, b, h, row_begin, BLOCK_M, BLOCK_D))
+
+    return scale_dq_kernel
+
+
 def plan_backward(
-    problem: Problem, target: Target, tile: Tile, switches: Switches, layouts: tuple[str, ...]
+    problem: Problem, target: Target, tile: Tile, switches: Switches, layouts: tuple[str, ...], atomic_dq: bool
 ) -> tuple[Launch, ...]:
     """The launches prepare, dkdv and dq for tensors do, q, k, v, o in those layouts; `dlse` after them if it is given.
 
-    dq, dk and dv lie as q, k and v do.
+    With atomic_dq the third is scale_dq. dq, dk and dv lie as q, k and v do.
     """
     do, q, k, v, o, *dlse = layouts
+    numbers = (*band(problem), problem.scale)
+    heads = problem.batch * problem.heads_q
+    head_dim, padded_dim, dtype, *_ = constants(problem, target, tile, switches, 0, ())
+    row_tiles = padded_len(problem) // ROW_TILE.block_m * heads
     prepare = Launch(
         prepare_program,
-        constants=(*constants(problem, target, tile, switches, 0, ())[:3], switches.exp2, bool(dlse), (do, o)),
+        constants=(
+            head_dim,
+            summed_d(problem),
+            dtype,
+            switches.exp2,
+            bool(dlse),
+            (do, o),
+            padded_dim if atomic_dq else 0,
+        ),
         scalars=(),
+        blocks=row_tiles,
+        tile=ROW_TILE,
         asynchronous=False,
     )
-    numbers = (*band(problem), problem.scale)
     dkdv = Launch(
         dkdv_program,
         constants=(
             *constants(problem, target, tile, switches, tile.block_n, (do, q, k, v, k, v)),
             problem.group > 1,
+            atomic_dq,
         ),
         scalars=(heads_in_l2(problem), *numbers),
+        blocks=-(-problem.len_k // tile.block_n) * problem.batch * problem.heads_kv,
+        tile=replace(tile, extra=()),
         asynchronous=asynchronous(target, tile, tile.block_n),
     )
+    if atomic_dq:
+        scale_dq = Launch(
+            scale_dq_program,
+            constants=(head_dim, padded_dim, dtype, q),
+            scalars=(problem.scale,),
+            blocks=row_tiles,
+            tile=ROW_TILE,
+            asynchronous=False,
+        )
+        return prepare, dkdv, scale_dq
     queries_tile = dq_tile(tile)
     queries = Launch(
         dq_program,
         constants=constants(problem, target, queries_tile, switches, queries_tile.block_m, (do, q, k, v, q)),
         scalars=(heads_in_l2(problem) * problem.group, *numbers),
+        blocks=-(-problem.len_q // queries_tile.block_m) * heads,
+        tile=queries_tile,
         asynchronous=asynchronous(target, queries_tile, queries_tile.block_m),
     )
     return prepare, dkdv, queries
@@ -288,20 +377,29 @@ def plan_backward(
 
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches,
+    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`dq, dk, dv`, laid out as q, k, v are."""
+    if problem.mask.has_unseeing_rows(problem.len_q, problem.len_k):
+        # The P of a row that sees no key is 0, but what a caller put there may be NaN, and 0 · NaN is NaN.
+        unseen = (lse == -math.inf)[..., None]
+        q, do = q.masked_fill(unseen, 0), do.masked_fill(unseen, 0)
     (do, do_layout), (o, o_layout) = settle(do), settle(o)
     (q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
     layouts: tuple[str, ...] = do_layout, q_layout, k_layout, v_layout, o_layout
     if dlse is not None:
         layouts += ("dlse",)
-    prepare, dkdv, queries = ready(plan_backward, problem, target, tile, switches, layouts, q.device)
+    atomic_dq = not deterministic and bool(tile.get("atomic_dq", 0))
+    prepare, dkdv, last = ready(plan_backward, problem, target, tile, switches, layouts, q.device, atomic_dq)
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    stats_shape = (problem.batch, problem.heads_q, 2, padded_len(problem))
-    stats = empty(stats_shape, dtype=torch.float32, device=q.device)
+    heads, rows = (problem.batch, problem.heads_q), padded_len(problem)
+    stats = empty((*heads, 2, rows), dtype=torch.float32, device=q.device)
+    # A kernel that makes no sum has a parameter for it all the same.
+    dq_sum = stats
+    if atomic_dq:
+        dq_sum = empty(dq_sum_shape(*heads, rows // 8, block_d(problem)), dtype=torch.float32, device=q.device)
     inputs = (in_memory(do, do_layout), in_memory(q, q_layout), in_memory(k, k_layout), in_memory(v, v_layout), stats)
-    prepare(inputs[0], in_memory(o, o_layout), lse, lse if dlse is None else dlse, stats)
-    dkdv(*inputs, in_memory(dk, k_layout), in_memory(dv, v_layout))
-    queries(*inputs, in_memory(dq, q_layout))
+    prepare(inputs[0], in_memory(o, o_layout), lse, lse if dlse is None else dlse, stats, dq_sum)
+    dkdv(*inputs, in_memory(dk, k_layout), in_memory(dv, v_layout), dq_sum)
+    last(*((dq_sum,) if atomic_dq else inputs), in_memory(dq, q_layout))
     return dq, dk, dv

@@ -39,13 +39,16 @@ def claim(program, tiles, heads, section, HEAVY_LAST, ORDER):
     return tiles - 1 - tile if HEAVY_LAST else tile, first + T.truncmod(rest, width)
 
 
-def tile_range(first, last, length, low, high, BLOCK, HAS_LOW, HAS_HIGH, SKIP, EDGES):
+def tile_range(first, last, length, low, high, BLOCK, HAS_LOW, HAS_HIGH, SKIP, EDGES, RAGGED=True):
     """The other side's tiles for a tile of rows `first..last`: `begin, full_begin, full_end, end`, counted in BLOCKs.
 
     A row r sees the positions `r + low <= c <= r + high` of `[0, length)`. Tiles in `[begin, end)` are walked over;
-    of those, the ones outside `[full_begin, full_end)` are edges and compare positions. At least one tile is walked
-    over, if only to find nothing there: what a program copies before its walk is awaited inside it, and must have
-    landed before the program stores its results in the same place.
+    of those, the ones outside `[full_begin, full_end)` are edges and compare positions. RAGGED: positions past the
+    length are compared too. Where no band ends the walk they are in its last tile, which then is an edge even if the
+    length ends with it: the compiler sees that the others have nothing to compare, and lets them have no branch.
+
+    At least one tile is walked over, if only to find nothing there: what a program copies before its walk is awaited
+    inside it, and must have landed before the program stores its results in the same place.
     """
     begin, end, full_begin, full_end = 0, length, 0, length
     if HAS_LOW:
@@ -60,7 +63,10 @@ def tile_range(first, last, length, low, high, BLOCK, HAS_LOW, HAS_HIGH, SKIP, E
         full_end = 0
     first_tile = T.truncdiv(begin, BLOCK)
     end_tile = T.max(T.truncdiv(end + BLOCK - 1, BLOCK), first_tile + 1)
-    return first_tile, T.truncdiv(full_begin + BLOCK - 1, BLOCK), T.truncdiv(full_end, BLOCK), end_tile
+    full_end_tile = T.truncdiv(full_end, BLOCK)
+    if EDGES and not HAS_HIGH:
+        full_end_tile = end_tile - 1 if RAGGED else end_tile
+    return first_tile, T.truncdiv(full_begin + BLOCK - 1, BLOCK), full_end_tile, end_tile
 
 
 def visible(row, key, len_k, low, high, HAS_LOW, HAS_HIGH):
@@ -73,14 +79,36 @@ def visible(row, key, len_k, low, high, HAS_LOW, HAS_HIGH):
     return seen
 
 
-def walk(count, STAGES, COPIES, STATEMENTS, ASYNC):
-    """The pipelined loop of `count` iterations, whose body begins with COPIES of its STATEMENTS.
+def dq_sum_shape(batch, heads, row_blocks, BLOCK_D):
+    """The shape of the sum of dq, whose rows and columns are cut into blocks of 8×8."""
+    return batch, heads, row_blocks, BLOCK_D // 8, 2, 32
 
-    STAGES buffers for each copy; 1 is no pipeline. With TMA a warpgroup of its own copies as far ahead as the buffers
-    allow, and the compiler schedules that. With cp.async it would wait and synchronise once for every buffer, so there
-    the schedule is said by hand: the copies of iteration `t + STAGES - 1` are sent off before iteration t computes.
+
+def dq_sum_at(batch, head, row_block, i, d):
+    """Where the sum of dq's element in column d, i rows past the beginning of a block, is kept.
+
+    In the order in which the threads of an mma.sync product hold it: the 32 elements that a warp adds at a time, those
+    in the even or in the odd columns of a block, lie one after another.
     """
-    if STAGES == 1 or ASYNC:
-        return T.Pipelined(count, num_stages=0 if STAGES == 1 else STAGES)
-    stage = [0] * COPIES + [STAGES - 1] * (STATEMENTS - COPIES)
-    return T.Pipelined(count, order=list(range(STATEMENTS)), stage=stage)
+    return batch, head, row_block + i // 8, d // 8, d % 2, i % 8 * 4 + d % 8 // 2
+
+
+def walk(count, STAGES, ASYNC, steps, last_reader):
+    """The pipelined loop of `count` iterations over a body of `steps`, named in their order.
+
+    last_reader: for each copy, the first steps of the body, the step that reads its buffer last.
+    STAGES: buffers of each copy; 0 is a plain loop, that of the naive rung. With TMA a warpgroup of its own copies as
+    far ahead as the buffers allow, and the compiler schedules that. With cp.async it would wait and synchronise once
+    for every buffer, so there the schedule is said by hand: the copies of iteration `t + STAGES - 1` are sent off
+    before iteration t computes, or, into a single buffer, those of `t + 1` as soon as iteration t has read it.
+    """
+    if STAGES == 0 or ASYNC:
+        return T.Pipelined(count, num_stages=STAGES)
+    sequence = list(steps)
+    if STAGES == 1:
+        for copy, reader in last_reader.items():
+            sequence.remove(copy)
+            sequence.insert(sequence.index(reader) + 1, copy)
+    order = [sequence.index(step) for step in steps]
+    stage = [0 if step in last_reader else max(1, STAGES - 1) for step in steps]
+    return T.Pipelined(count, order=order, stage=stage)

@@ -7,7 +7,8 @@ What the kernels keep there, read off their builds (the tests hold the arithmeti
 - the tiles it walks over, `stages` buffers of each; in the dkdv kernel also the rows' shift and delta;
 - for TMA, the barriers that count the copies in: 1,024 bytes as the compiler aligns them.
 
-Scores never go through shared memory: a warp holds whole rows of them.
+With `atomic_dq` dS goes through shared memory as well, to be transposed. Other scores never do: a warp holds whole rows
+of them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def shared_memory(problem: Problem, target: Target, direction: Direction, tile: 
         return {"forward_kernel": _walk(problem, target, tile, tile.block_m, tile.block_n, ("Q",), ("K", "V"))}
     dkdv = _walk(problem, target, tile, tile.block_n, tile.block_m, ("K", "V"), ("Q", "dO"))
     dkdv["shift, delta"] = 2 * 4 * tile.block_m * tile.stages
+    if tile.get("atomic_dq", 0):
+        dkdv["dS"] = tile.block_m * tile.block_n * problem.dtype.itemsize
     dq = dq_tile(tile)
     return {
         "dkdv_kernel": dkdv,

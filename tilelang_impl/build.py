@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,7 @@ from common import Build, Direction, Problem, Switches, Target, Tile, Unsupporte
 from .backward import plan_backward
 from .forward import plan_forward
 from .launch import Launch
+from .toolchain import nvcc
 
 _INSTRUCTIONS = {
     "mma.sync": r"\bmma\.sync",
@@ -34,7 +34,7 @@ def plan(problem: Problem, target: Target, direction: Direction, tile: Tile, swi
     """The launches of a problem on packed tensors."""
     if direction == "forward":
         return plan_forward(problem, target, tile, switches, ("bhnd",) * 4)
-    return plan_backward(problem, target, tile, switches, ("bhnd",) * 5)
+    return plan_backward(problem, target, tile, switches, ("bhnd",) * 5, bool(tile.get("atomic_dq", 0)))
 
 
 def build(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> list[Build]:
@@ -42,7 +42,7 @@ def build(problem: Problem, target: Target, direction: Direction, tile: Tile, sw
 
     Raises Unsupported when there is no nvcc, or with the compiler's reason if it fails.
     """
-    return [_compile(launch, target, tile) for launch in plan(problem, target, direction, tile, switches)]
+    return [_compile(launch, target) for launch in plan(problem, target, direction, tile, switches)]
 
 
 def lower(launch: Launch, target: Target) -> tuple[str, int]:
@@ -62,10 +62,8 @@ def lower(launch: Launch, target: Target) -> tuple[str, int]:
     return artifact.kernel_source, shared
 
 
-def _compile(launch: Launch, target: Target, tile: Tile) -> Build:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise Unsupported("TileLang's kernels are compiled by nvcc, which is not on PATH: install the CUDA toolkit")
+def _compile(launch: Launch, target: Target) -> Build:
+    compiler = nvcc()
     begin = time.perf_counter()
     try:
         source, dynamic = lower(launch, target)
@@ -76,7 +74,7 @@ def _compile(launch: Launch, target: Target, tile: Tile) -> Build:
         path = Path(folder) / "kernel.cu"
         path.write_text(source)
         command = [
-            nvcc, f"-arch={target.sm}", "-cubin", "-std=c++20", "--use_fast_math", "--keep", "--keep-dir", folder,
+            compiler, f"-arch={target.sm}", "-cubin", "-std=c++20", "--use_fast_math", "--keep", "--keep-dir", folder,
             "-I", TILELANG_TEMPLATE_PATH, "-I", CUTLASS_INCLUDE_DIR, "-Xptxas", "-v", "-w",
             "-o", str(path.with_suffix(".cubin")), str(path),
         ]  # fmt: skip
@@ -88,12 +86,13 @@ def _compile(launch: Launch, target: Target, tile: Tile) -> Build:
     return Build(
         kernel=launch.name,
         target=target.name,
-        tile=tile,
+        tile=launch.tile,
         shared=dynamic + _number(r"(\d+) bytes smem", done.stderr),
         registers=_number(r"Used (\d+) registers", done.stderr),
         spills=_number(r"(\d+) bytes spill stores", done.stderr) + _number(r"(\d+) bytes spill loads", done.stderr),
         instructions=tuple(name for name, pattern in _INSTRUCTIONS.items() if re.search(pattern, ptx)),
         seconds=time.perf_counter() - begin,
+        cached=False,
         ptx=ptx,
     )
 

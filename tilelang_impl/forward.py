@@ -32,13 +32,18 @@ from .launch import Launch, asynchronous, band, constants, heads_in_l2, in_memor
 
 def forward_program(
     HEAD_DIM, BLOCK_D, DTYPE, HAS_LOW, HAS_HIGH, SKIP, EXP2, EDGES, ORDER, ASYNC, BLOCK_M, BLOCK_N, THREADS, STAGES,
-    LAYOUTS,
+    LAYOUTS, LAZY_RESCALE,
 ):  # fmt: skip
-    """The forward kernel for these constants. LAYOUTS: of q, k, v, o."""
+    """The forward kernel for these constants.
+
+    LAYOUTS: of q, k, v, o. LAZY_RESCALE: a thread whose rows have found no new maximum leaves its part of acc alone.
+    """
     batch, heads_q, heads_kv = T.dynamic("batch"), T.dynamic("heads_q"), T.dynamic("heads_kv")
     len_q, len_k = T.dynamic("len_q"), T.dynamic("len_k")
     INF = T.infinity("float32")
     exp = T.exp2 if EXP2 else T.exp
+    rescaling = ["forget", "look", "rescale"] if LAZY_RESCALE else ["rescale"]
+    steps = ["k", "v", "s", "mask", "old_max", "row_max", "shift", "exp", "tile_sum", "row_sum", "p", *rescaling, "pv"]
 
     @T.prim_func
     def forward_kernel(
@@ -68,6 +73,7 @@ def forward_program(
 
             # Variables, not expressions: the compiler writes an expression out again at each of its uses.
             b, h, row_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            moved = T.alloc_var("bool")
             tiles = T.truncdiv(len_q + BLOCK_M - 1, BLOCK_M)
             tile, head = claim(program, tiles, batch * heads_q, section, HAS_HIGH, ORDER)
             b = T.truncdiv(head, heads_q)
@@ -84,7 +90,7 @@ def forward_program(
             T.fill(acc, 0)
             T.fill(row_sum, 0)
             T.fill(row_max, -INF)
-            for t in walk(end - begin, STAGES, 2, 13, ASYNC):
+            for t in walk(end - begin, STAGES, ASYNC, steps, {"k": "s", "v": "pv"}):
                 k = begin + t
                 T.copy(rows_of(K, LAYOUTS[1], b, h_kv, k * BLOCK_N, BLOCK_N, BLOCK_D), s_k)
                 T.copy(rows_of(V, LAYOUTS[2], b, h_kv, k * BLOCK_N, BLOCK_N, BLOCK_D), s_v)
@@ -97,17 +103,28 @@ def forward_program(
                 T.copy(row_max, old_max)
                 T.reduce_max(s, row_max, dim=1, clear=False)
                 for i in T.Parallel(BLOCK_M):
-                    # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
-                    shift[i] = T.if_then_else(row_max[i] == -INF, 0.0, row_max[i] * factor)
-                    rescale[i] = exp(old_max[i] * factor - shift[i])
+                    # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN. Where the maximum
+                    # stays, the difference is 0 and rescale 1; of the rounded products it would be 1 + ε each time.
+                    shift[i] = T.if_then_else(row_max[i] == -INF, 0.0, row_max[i])
+                    rescale[i] = exp((old_max[i] - shift[i]) * factor)
+                    shift[i] *= factor
                 for i, j in T.Parallel(BLOCK_M, BLOCK_N):
                     s[i, j] = exp(s[i, j] * factor - shift[i])
                 T.reduce_sum(s, tile_sum, dim=1)
                 for i in T.Parallel(BLOCK_M):
                     row_sum[i] = row_sum[i] * rescale[i] + tile_sum[i]
                 T.copy(s, p)
-                for i, d in T.Parallel(BLOCK_M, BLOCK_D):
-                    acc[i, d] *= rescale[i]
+                if LAZY_RESCALE:
+                    moved = False
+                    for i in T.Parallel(BLOCK_M):
+                        if row_max[i] > old_max[i]:
+                            moved = True
+                    if moved:
+                        for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                            acc[i, d] *= rescale[i]
+                else:
+                    for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                        acc[i, d] *= rescale[i]
                 T.gemm(p, s_v, acc, policy=T.GemmWarpPolicy.FullRow)
 
             # A row that saw no key has row_sum = 0: o = 0 and lse = -inf.
@@ -130,8 +147,13 @@ def plan_forward(
     """The launch for tensors q, k, v, o in those layouts."""
     forward = Launch(
         forward_program,
-        constants=constants(problem, target, tile, switches, tile.block_m, layouts),
+        constants=(
+            *constants(problem, target, tile, switches, tile.block_m, layouts),
+            bool(tile.get("lazy_rescale", 0)),
+        ),
         scalars=(heads_in_l2(problem) * problem.group, *band(problem), problem.scale),
+        blocks=-(-problem.len_q // tile.block_m) * problem.batch * problem.heads_q,
+        tile=tile,
         asynchronous=asynchronous(target, tile, tile.block_m),
     )
     return (forward,)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -12,7 +15,9 @@ import tilelang
 import torch
 from tilelang import PassConfigKey
 
-from common import DTYPE_NAMES, Problem, Switches, Target, Tile
+from common import Problem, Switches, Target, Tile, Unsupported
+
+from .toolchain import nvcc
 
 # Bytes of keys and values that the programs running at one time may share: the smallest L2 of the targets' cards
 # (48 MB), less what the queries and outputs stream through it.
@@ -22,6 +27,11 @@ L2_BYTES = 32 * 2**20
 # one of them starts on 16 bytes, as TMA asks.
 ROW_PADDING = 128
 
+# The tile of the kernel that only streams rows; it has no use for its block_n.
+ROW_TILE = Tile(block_m=ROW_PADDING // 2, block_n=16, warps=4, stages=1)
+
+GRID_MAX = 2**31 - 1
+
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -29,13 +39,21 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 class Launch:
     """One kernel: the function that writes it, its compile-time constants, and its scalar arguments.
 
-    The tensors it works on come before the scalars when it is called. asynchronous: it is compiled to TMA and wgmma.
+    The tensors it works on come before the scalars when it is called. blocks: how many it is launched with, which the
+    kernel computes from its tensors. tile: this kernel's own. asynchronous: it is compiled to TMA and wgmma.
+    Raises Unsupported when there are more blocks than a grid has.
     """
 
     program: Callable[..., Any]
     constants: tuple[Any, ...]
     scalars: tuple[float, ...]
+    blocks: int
+    tile: Tile
     asynchronous: bool
+
+    def __post_init__(self) -> None:
+        if self.blocks > GRID_MAX:
+            raise Unsupported(f"{self.name} needs {self.blocks} blocks; a grid has at most {GRID_MAX}")
 
     @property
     def name(self) -> str:
@@ -45,33 +63,65 @@ class Launch:
     @property
     def pass_configs(self) -> dict[str, Any]:
         """The compiler's options."""
-        options: dict[str, Any] = {PassConfigKey.TL_ENABLE_FAST_MATH.value: True}
+        options: dict[str, Any] = {
+            PassConfigKey.TL_ENABLE_FAST_MATH.value: True,
+            # The kernels guard what can reach outside by themselves, and copies are cut off at their tensor's end.
+            PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS.value: True,
+        }
         if not self.asynchronous:
             options[PassConfigKey.TL_DISABLE_WARP_SPECIALIZED.value] = True
             options[PassConfigKey.TL_DISABLE_WGMMA.value] = True
             options[PassConfigKey.TL_DISABLE_TMA_LOWER.value] = True
         return options
 
-    def function(self, sm: str) -> Callable[..., None]:
-        """The compiled kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
-        return _compiled(self.program, self.constants, sm, tuple(self.pass_configs.items()))
+    @property
+    def kernel(self) -> Kernel:
+        """What there is to compile."""
+        return Kernel(self.program, self.constants, tuple(self.pass_configs.items()))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All that a kernel's code depends on: the function that writes it, its constants, and the compiler's options."""
+
+    program: Callable[..., Any]
+    constants: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def compile(self, sm: str) -> Callable[..., None]:
+        """The kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
+        return _compiled(self, sm)
 
 
 @cache
-def _compiled(
-    program: Callable[..., Any], constants: tuple[Any, ...], sm: str, options: tuple[tuple[str, Any], ...]
-) -> Callable[..., None]:
-    with warnings.catch_warnings():
+def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
+    with warnings.catch_warnings(), _announced_on_stderr():
         # The option that keeps copies off TMA is announced to go; the version of TileLang that is pinned has it.
         warnings.simplefilter("ignore", DeprecationWarning)
-        kernel = tilelang.compile(
-            program(*constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
-            pass_configs=dict(options),
-        )  # fmt: skip
-    # The kernel object would look at every argument in Python once more; what it calls in the end is this.
-    executable = kernel.adapter.get_exportable_executable()
+        try:
+            compiled = tilelang.compile(
+                kernel.program(*kernel.constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
+                pass_configs=dict(kernel.options),
+            )  # fmt: skip
+        except Exception:
+            nvcc()  # where there is none, that is the reason
+            raise
+    # TileLang's object would look at every argument in Python once more; what it calls in the end is this.
+    executable = compiled.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     return module.main
+
+
+@contextmanager
+def _announced_on_stderr() -> Iterator[None]:
+    """TileLang says on standard output which kernel it compiles; that is the caller's, and may be a table."""
+    logger = logging.getLogger("tilelang")
+    handlers = logger.handlers
+    logger.handlers = [logging.StreamHandler(sys.stderr)]
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
 
 
 @lru_cache(maxsize=4096)
@@ -83,14 +133,15 @@ def ready(
     switches: Switches,
     layouts: Any,
     device: torch.device,
+    *options: bool,
 ) -> tuple[Callable[..., None], ...]:
-    """The compiled kernels of a plan for a device, which take the tensors only.
+    """The compiled kernels of a plan, with its own further options, for a device; they take the tensors only.
 
     A target that is not the device's own keeps its instructions and is assembled for the device.
     """
     sm = Target.detect(device).sm
-    launches = plan(problem, target, tile, switches, layouts)
-    return tuple(_bind(launch.function(sm), launch.scalars) for launch in launches)
+    launches = plan(problem, target, tile, switches, layouts, *options)
+    return tuple(_bind(launch.kernel.compile(sm), launch.scalars) for launch in launches)
 
 
 def _bind(function: Callable[..., None], scalars: tuple[float, ...]) -> Callable[..., None]:
@@ -118,7 +169,7 @@ def constants(
         tile.block_m,
         tile.block_n,
         tile.warps * 32,
-        tile.stages,
+        tile.stages if switches.tiles else 0,
         layouts,
     )
 
@@ -136,6 +187,11 @@ def asynchronous(target: Target, tile: Tile, owned_rows: int) -> bool:
 def block_d(problem: Problem) -> int:
     """The head dimension as tiles hold it, the rest zeros: a multiple of 32, the width of a swizzled row, or 16."""
     return 16 if problem.head_dim == 16 else (problem.head_dim + 31) // 32 * 32
+
+
+def summed_d(problem: Problem) -> int:
+    """The head dimension as a sum over it takes it, the rest zeros: TileLang lays sums out in powers of two only."""
+    return 1 << (problem.head_dim - 1).bit_length()
 
 
 def band(problem: Problem) -> tuple[int, int]:
@@ -174,8 +230,3 @@ def settle(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
 def in_memory(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The tensor with its dimensions in the order of its layout."""
     return tensor if layout == "bhnd" else tensor.transpose(1, 2)
-
-
-def describe(problem: Problem) -> str:
-    """The problem's part of a message."""
-    return f"D={problem.head_dim}, {DTYPE_NAMES[problem.dtype]}"

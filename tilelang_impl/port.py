@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common import Build, Direction, Kernel, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
 from common.ports import dtype_reason
 
 from . import budget
-from .backward import backward
+from .backward import backward, plan_backward
 from .build import build
-from .forward import forward
-from .launch import ROW_PADDING
+from .forward import forward, plan_forward
+from .launch import ROW_PADDING, Launch, asynchronous
+from .toolchain import version_fault
+
+# What a tile may say besides its own: forward, whether acc is rescaled only when a maximum has moved; backward, whether
+# dkdv_kernel adds dq up by atomics, and the tile of dq_kernel, for when it does not.
+EXTRAS = frozenset({"lazy_rescale", "atomic_dq", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})
 
 
 class TilelangPort(Port):
@@ -25,7 +31,12 @@ class TilelangPort(Port):
 
     name: ClassVar[str] = "tilelang"
 
+    def __init__(self) -> None:
+        self._fault = version_fault()
+
     def unsupported(self, problem: Problem, target: Target) -> str | None:
+        if self._fault is not None:
+            return self._fault
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
@@ -34,11 +45,16 @@ class TilelangPort(Port):
         return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+        unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
+        if unknown:
+            raise Unsupported(f"TileLang's tiles have no {', '.join(unknown)} (but {', '.join(sorted(EXTRAS))})")
         if direction == "forward":
             kernels = [(tile.block_m, tile.block_n, tile)]
         else:
             dq = budget.dq_tile(tile)
             kernels = [(tile.block_n, tile.block_m, tile), (dq.block_m, dq.block_n, dq)]
+            if tile.get("atomic_dq", 0) and asynchronous(target, tile, tile.block_n):
+                raise Unsupported(f"atomic_dq is for mma.sync; with wgmma dq has a kernel of its own, got tile {tile}")
             if ROW_PADDING % tile.block_m:
                 raise Unsupported(f"backward tiles need a block_m that divides {ROW_PADDING}, got tile {tile}")
         for owned_rows, walked_rows, part in kernels:
@@ -58,12 +74,32 @@ class TilelangPort(Port):
         tile: Tile | None = None,
         switches: Switches | None = None,
     ) -> list[Build]:
-        switches = switches or Switches()
+        switches = Switches() if switches is None else switches
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)
         tile = self.choose_tile(problem, target, direction, tile, switches)
         return build(problem, target, direction, tile, switches)
+
+    def kernels(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        dlse: bool = False,
+        deterministic: bool = False,
+    ) -> Sequence[Kernel]:
+        if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
+            return ()
+        tile = self.choose_tile(problem, target, direction, None, Switches())
+        if direction == "forward":
+            launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches(), ("bhnd",) * 4)
+        else:
+            layouts = ("bhnd",) * 5 + (("dlse",) if dlse else ())
+            atomic_dq = not deterministic and bool(tile.get("atomic_dq", 0))
+            launches = plan_backward(problem, target, tile, Switches(), layouts, atomic_dq)
+        return [launch.kernel for launch in launches]
 
     def _forward(
         self,
@@ -94,13 +130,12 @@ class TilelangPort(Port):
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _check_device(q.device)
-        # Bitwise repeatable, whether or not it was asked to be.
-        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches)
+        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
 
 
 def _check_device(device: torch.device) -> None:
     if device.type != "cuda":
-        raise Unsupported(f"TileLang compiles for CUDA devices, the tensors are on {device}")
+        raise Unsupported(f"TileLang compiles for CUDA devices and has no interpreter; the tensors are on {device}")
 
 
 def _candidates(problem: Problem, target: Target, direction: Direction) -> list[Tile]:
@@ -110,14 +145,20 @@ def _candidates(problem: Problem, target: Target, direction: Direction) -> list[
         if direction == "forward":
             return [Tile(128, 64 if wide else 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 1, 1)]
         narrow = Tile(32, 64, 4, 2, _dq(64, 32, 4, 2))
-        shapes = [] if wide else [Tile(64, 128, 8, 2, _dq(128, 64, 8, 2))]
+        shapes = [] if wide else [Tile(64, 128, 8, 2, _dq(128, 128, 8, 2))]
         return [*shapes, Tile(64, 64, 4, 2, _dq(64, 64, 4, 2)), narrow, Tile(16, 16, 1, 1)]
     if direction == "forward":
-        shapes = [Tile(64, 32, 4, 2)] if wide else [Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)]
+        shapes = [Tile(64, 32, 4, 2)] if wide else [Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)]
         return [*shapes, Tile(64, 32, 4, 1), Tile(16, 16, 1, 1)]
-    shapes = [] if wide else [Tile(64, 64, 4, 2, _dq(64, 64, 4, 2))]
-    return [*shapes, Tile(32, 64, 4, 2, _dq(64, 32, 4, 2)), Tile(16, 64, 4, 1, _dq(64, 16, 4, 1)), Tile(16, 16, 1, 1)]
+    if problem.head_dim <= 64:
+        shapes = [Tile(32, 128, 4, 2, _dq(128, 64, 4, 2, atomic_dq=1))]
+    else:
+        shapes = [] if wide else [Tile(64, 64, 4, 1, _dq(128, 32, 4, 2, atomic_dq=1))]
+    small = Tile(16, 64, 4, 1, _dq(64, 16, 4, 1))
+    return [*shapes, Tile(32, 64, 4, 2, _dq(64, 32, 4, 2)), small, Tile(16, 16, 1, 1)]
 
 
-def _dq(block_m: int, block_n: int, warps: int, stages: int) -> tuple[tuple[str, int], ...]:
-    return ("dq_block_m", block_m), ("dq_block_n", block_n), ("dq_stages", stages), ("dq_warps", warps)
+def _dq(block_m: int, block_n: int, warps: int, stages: int, **more: int) -> tuple[tuple[str, int], ...]:
+    """The extras of a backward tile: the tile of dq_kernel, and more."""
+    own = {"dq_block_m": block_m, "dq_block_n": block_n, "dq_stages": stages, "dq_warps": warps}
+    return tuple(sorted((own | more).items()))

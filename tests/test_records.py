@@ -1,0 +1,183 @@
+"""Records: what their schema allows, on writing and on reading, and how those of earlier versions are read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import UsageError
+from harness.published import RESULTS
+from harness.reader import read_records, upgraded
+from harness.records import RecordFile
+from harness.schema import ANNOTATIONS, KEYWORDS, VERSION, fault, record_fault, record_schema
+
+Record = dict[str, Any]
+
+
+def kept() -> Record:
+    """A record of version 1 that is kept, with two of its rounds."""
+    record = json.loads((RESULTS / "walkthrough-triton-h200.jsonl").read_text().splitlines()[0])
+    return record | {"samples": record["samples"][:2]}
+
+
+def current() -> Record:
+    return upgraded(kept())
+
+
+def written(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def keywords(schema: Any) -> Iterator[str]:
+    """The keywords of a schema and of all schemas within it."""
+    if not isinstance(schema, dict):
+        return
+    yield from schema
+    for key, value in schema.items():
+        if key in ("properties", "$defs"):
+            for inner in value.values():
+                yield from keywords(inner)
+        elif key in ("allOf", "anyOf"):
+            for inner in value:
+                yield from keywords(inner)
+        elif key in ("if", "then", "items", "additionalProperties"):
+            yield from keywords(value)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container within a value, with every key or index of it."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield value, key
+        yield from places(inner)
+
+
+def spoiled(record: Record, seed: int) -> Record:
+    """The record with one value replaced, removed or added somewhere in it."""
+    record, rng = copy.deepcopy(record), random.Random(seed)
+    container, key = rng.choice(list(places(record)))
+    others = [None, True, -1, 0, 1.0, 2.5, 10**20, "", "inf", "pass", [], [1, 2], {}, {"ms": 1}]
+    change = rng.choice(["replace", "remove", "add"])
+    if change == "replace":
+        container[key] = rng.choice(others)
+    elif change == "remove":
+        del container[key]
+    elif isinstance(container, dict):
+        container["another"] = rng.choice(others)
+    else:
+        container.append(rng.choice(others))
+    return record
+
+
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_schemas_are_valid_and_use_the_keywords_that_are_checked(version: int) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = record_schema(version)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert set(keywords(schema)) <= KEYWORDS | ANNOTATIONS
+
+
+@pytest.mark.parametrize("record", [kept(), current()], ids=["version 1", "version 2"])
+def test_the_check_agrees_with_jsonschema_on_spoiled_records(record: Record) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(record_schema(record["schema"]))
+    assert validator.is_valid(record)
+    refused = 0
+    for seed in range(600):
+        other = spoiled(record, seed)
+        ours = fault(other, record_schema(record["schema"]))
+        assert (ours is None) == validator.is_valid(other), (seed, ours)
+        refused += ours is not None
+    assert 300 < refused < 600
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"verdict": "great"}, '/verdict must be "pass" or "fail" or "unsupported", got "great"'),
+        ({"flops": -1}, "/flops must be at least 0, got -1"),
+        ({"seed": "0"}, '/seed must be of type integer, got "0"'),
+        ({"more": 1}, "/more is not allowed"),
+        ({"kind": "chck"}, "/kind must be"),
+        ({"schema": 99}, "records of version 99; this harness knows up to version 2"),
+        ({"schema": True}, "it is no record"),
+        ({"tile": {"block_m": 0, "block_n": 16, "warps": 1, "stages": 1}}, "/tile/block_m must be at least 1, got 0"),
+        ({"samples": [{"ms": {}, "late": []}]}, "/samples/0 lacks sensors"),
+        ({"first_calls_s": [1, 2, 3]}, "/first_calls_s must have 0 to 2 items, got 3"),
+    ],
+)
+def test_a_fault_is_named_with_its_place(change: Record, told: str) -> None:
+    assert told in str(record_fault(current() | change))
+
+
+def test_a_missing_field_is_named() -> None:
+    record = current()
+    del record["provenance"]["git"]["commit"]
+    assert record_fault(record) == "/provenance/git lacks commit"
+
+
+def test_the_kept_records_are_valid_and_so_is_what_becomes_of_them() -> None:
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            assert record_fault(record) is None
+            assert record_fault(upgraded(record)) is None
+            assert upgraded(record)["schema"] == VERSION
+
+
+def test_a_record_of_version_1_reads_as_one_of_today(tmp_path: Path) -> None:
+    (record,) = read_records(written(tmp_path / "x.jsonl", kept()), ("check",))
+    assert record["baselines"] == [{"port": "sdpa_flash", "verdict": "pass", "reason": ""}]
+    assert [sample["late"] for sample in record["samples"]] == [[], []]
+    same = ("problem", "errors", "host_us", "provenance", "verdict")
+    assert {name: record[name] for name in same} == {name: kept()[name] for name in same}
+    (untimed,) = read_records(written(tmp_path / "y.jsonl", kept() | {"samples": None, "baseline": None}), ("check",))
+    assert (untimed["samples"], untimed["baselines"]) == (None, [])
+
+
+def test_records_of_other_kinds_are_left_out(tmp_path: Path) -> None:
+    doctor = {"schema": 1, "kind": "doctor", "git": {"commit": None, "dirty": None}, "installed": [], "ports": []}
+    path = written(tmp_path / "x.jsonl", doctor, current())
+    assert [r["kind"] for r in read_records(path, ("check",))] == ["check"]
+    assert [r["schema"] for r in read_records(path, ("doctor", "check"))] == [2, 2]
+    with pytest.raises(UsageError, match=r"x\.jsonl holds no records of kind disagreement"):
+        read_records(path, ("disagreement",))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "holds no records of kind check"),
+        ("[]\n", "line 1: it is no record"),
+        ("\n\nno json\n", "line 3 is no JSON"),
+        ('{"schema": NaN}\n', "line 1 is no JSON: NaN is no number of JSON"),
+        ('{"schema": 2, "kind": "check"}\n', "line 1: the record lacks suite"),
+        ('{"schema": 3, "kind": "check"}\n', "line 1: records of version 3; this harness knows up to version 2"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_its_line(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError) as refused:
+        read_records(path, ("check",))
+    assert str(path) in str(refused.value)
+    assert told in str(refused.value)
+
+
+def test_what_readers_would_refuse_is_not_written(tmp_path: Path) -> None:
+    with RecordFile(tmp_path / "x.jsonl") as records:
+        with pytest.raises(ValueError, match="/flops must be of type integer"):
+            records.write(current() | {"flops": "many"})
+        records.write(current() | {"errors": {"o": dict.fromkeys(("error", "allowed", "naive"), math.inf) | {
+            "floor": 0.0, "ratio": math.nan, "worst": None,
+        }}})  # fmt: skip
+    (record,) = read_records(tmp_path / "x.jsonl", ("check",))
+    assert (record["errors"]["o"]["error"], record["errors"]["o"]["ratio"]) == ("inf", "nan")
