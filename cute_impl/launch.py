@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
+import tvm_ffi
 from cutlass.cute.runtime import load_module, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from common import DTYPE_NAMES, Problem, Switches, Target, Tile, Unsupported
@@ -55,9 +55,21 @@ class Launch:
         """The kernel's name."""
         return self.kernel.name
 
-    def function(self, sm: str) -> Callable[..., None]:
+    @property
+    def code(self) -> Code:
+        """What there is to compile."""
+        return Code(self.kernel)
+
+
+@dataclass(frozen=True)
+class Code:
+    """All that a kernel's code depends on: an object of a kernel class, with its constants."""
+
+    kernel: Any
+
+    def compile(self, sm: str) -> Callable[..., None]:
         """The compiled kernel for an architecture, from this process' cache, the one on disk, or the compiler."""
-        return _function(self.kernel, sm)
+        return _compiled(self.kernel, sm)
 
 
 def compile_kernel(kernel: Any, sm: str, options: str = "") -> Any:
@@ -71,7 +83,7 @@ def compile_kernel(kernel: Any, sm: str, options: str = "") -> Any:
 
 
 @cache
-def _function(kernel: Any, sm: str) -> Callable[..., None]:
+def _compiled(kernel: Any, sm: str) -> Callable[..., None]:
     path = cache_folder() / f"{_key(kernel, sm)}.o"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,8 +110,7 @@ def _sources() -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    digest.update(f"{cutlass.__version__} {tvm_ffi.__version__}".encode())
     return digest.hexdigest()
 
 
@@ -132,7 +143,7 @@ def ready(
     """
     sm = Target.detect(device).sm
     launches = plan(problem, target, tile, switches, *more)
-    return tuple(_bind(launch.function(sm), launch.scalars) for launch in launches)
+    return tuple(_bind(launch.code.compile(sm), launch.scalars) for launch in launches)
 
 
 def _bind(function: Callable[..., None], scalars: tuple[int | float, ...]) -> Callable[..., None]:

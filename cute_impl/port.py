@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,11 +11,14 @@ import torch
 from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
 from common.ports import dtype_reason
 
-from . import budget
-from .backward import backward
-from .backward_budget import EXTRAS, backward_candidates, check_backward
+from . import backward_budget, budget
+from .backward import backward, plan_backward
 from .build import build
-from .forward import forward
+from .forward import forward, plan_forward
+from .launch import Code, Launch
+
+# What a tile may have besides its own; each direction reads its own extras.
+EXTRAS = frozenset({"lazy_rescale", "q_in_registers"}) | backward_budget.EXTRAS
 
 
 class CutePort(Port):
@@ -30,18 +34,18 @@ class CutePort(Port):
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
         swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
-        candidates = _candidates(problem) if direction == "forward" else backward_candidates(problem, target)
+        candidates = (
+            _candidates(problem) if direction == "forward" else backward_budget.backward_candidates(problem, target)
+        )
         tiles = dict.fromkeys([*swept, *candidates])
         return [tile for tile in tiles if budget.refusal(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
-        extras = FORWARD_EXTRAS if direction == "forward" else EXTRAS
-        unknown = sorted({name for name, _ in tile.extra} - extras)
+        unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
         if unknown:
-            allowed = ", ".join(sorted(extras)) or "none"
-            raise Unsupported(f"CuTe's {direction} tiles have no {', '.join(unknown)} (but {allowed})")
+            raise Unsupported(f"CuTe's tiles have no {', '.join(unknown)} (but {', '.join(sorted(EXTRAS))})")
         if direction == "backward":
-            check_backward(problem, target, tile)
+            backward_budget.check_backward(problem, target, tile)
         elif tile.block_m % (16 * tile.warps) or tile.block_n % 16:
             raise Unsupported(
                 f"a warp holds whole rows of scores, 16 at a time: block_m must be a multiple of 16 for each warp and "
@@ -60,12 +64,30 @@ class CutePort(Port):
         tile: Tile | None = None,
         switches: Switches | None = None,
     ) -> list[Build]:
-        switches = switches or Switches()
+        switches = Switches() if switches is None else switches
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)
         tile = self.choose_tile(problem, target, direction, tile, switches)
         return build(problem, target, direction, tile, switches)
+
+    def kernels(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        dlse: bool = False,
+        deterministic: bool = False,
+    ) -> Sequence[Code]:
+        if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
+            return ()
+        tile = self.choose_tile(problem, target, direction, None, Switches())
+        if direction == "forward":
+            launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches())
+        else:
+            launches = plan_backward(problem, target, tile, Switches(), dlse, deterministic)
+        return [launch.code for launch in launches]
 
     def _forward(
         self,
@@ -97,9 +119,6 @@ class CutePort(Port):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _check_device(q.device)
         return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
-
-
-FORWARD_EXTRAS = frozenset({"lazy_rescale", "q_in_registers"})
 
 
 def _check_device(device: torch.device) -> None:
