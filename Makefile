@@ -49,7 +49,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(CREATE)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS='ignore:Editable installation' \
-		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[nvml,tilelang,test]'
+		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[nvml,tilelang,cute,test]'
 	@$(BIN)/python -c '$(IDENTITY)' > $@
 
 help:

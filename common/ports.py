@@ -26,7 +26,7 @@ _PORTS = {
     "reference": ("reference.port", "ReferencePort", "torch"),
     "triton": ("triton_impl.port", "TritonPort", "triton"),
     "tilelang": ("tilelang_impl.port", "TilelangPort", "tilelang==0.1.13"),
-    "cute": ("cute_impl.port", "CutePort", "nvidia-cutlass-dsl"),
+    "cute": ("cute_impl.port", "CutePort", "nvidia-cutlass-dsl apache-tvm-ffi"),
 }
 
 

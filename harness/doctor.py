@@ -97,7 +97,7 @@ def _installed(here: Environment, trouble: str, caller: Caller) -> list[Finding]
         Finding("PyTorch", torch.__version__, "" if cuda else NO_CUDA),
         package_of("triton", "Triton", "triton", "triton"),
         package_of("tilelang", "TileLang", "tilelang", "tilelang==0.1.13"),
-        package_of("cute", "CuTe DSL", "cutlass_dsl", "nvidia-cutlass-dsl"),
+        package_of("cute", "CuTe DSL", "cutlass_dsl", "nvidia-cutlass-dsl apache-tvm-ffi"),
         package("NVML", "nvml", "clocks and throttling are read through it", "nvidia-ml-py"),
         Finding("CUDA of PyTorch", cuda or "none"),
     ]

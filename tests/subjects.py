@@ -122,10 +122,23 @@ TILELANG = Subject(
         )
     ),
 )
+CUTE = Subject(
+    "cute",
+    needs="cutlass",
+    dtypes=HALVES,
+    trials=tuple(
+        (dtype, Tile(64, 64, 4, stages, extra))
+        for dtype, stages, extra in (
+            (torch.float16, 2, (("atomics", 1),)),
+            (torch.bfloat16, 1, (("lazy_rescale", 1),)),
+            (torch.bfloat16, 3, (("atomics", 1), ("lazy_rescale", 1), ("q_in_registers", 1))),
+        )
+    ),
+)
 REFERENCE = Subject(
     "reference", needs="torch", dtypes=TRITON.dtypes, trials=((torch.float16, Tile(16, 16)),), interpreted=True
 )
-SUBJECTS = (TRITON, TILELANG)
+SUBJECTS = (TRITON, TILELANG, CUTE)
 
 
 def each(subjects: Iterable[Subject] = SUBJECTS) -> pytest.MarkDecorator:

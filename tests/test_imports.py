@@ -23,7 +23,7 @@ DSLS = ("triton", "tilelang", "cutlass")
 NEEDS = {
     "triton": ("triton_impl", "triton", "pip install triton"),
     "tilelang": ("tilelang_impl", "tilelang", "pip install tilelang==0.1.13"),
-    "cute": ("cute_impl", "cutlass", "pip install nvidia-cutlass-dsl"),
+    "cute": ("cute_impl", "cutlass", "pip install nvidia-cutlass-dsl apache-tvm-ffi"),
 }
 PORTS = [folder for folder, _, _ in NEEDS.values()]
 MAY_IMPORT = {"common": set(), "reference": {"common"}, "harness": {"common", "reference"}} | {

@@ -1,0 +1,138 @@
+"""The CuTe DSL port: what it supports, which tiles it takes, and its three entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common.ports import dtype_reason
+
+from . import backward_budget, budget
+from .backward import backward, plan_backward
+from .build import build
+from .forward import forward, plan_forward
+from .launch import Code, Launch
+
+# What a tile may have besides its own; each direction reads its own extras.
+EXTRAS = frozenset({"lazy_rescale", "q_in_registers"}) | backward_budget.EXTRAS
+
+
+class CutePort(Port):
+    """FlashAttention-2 in CuTe DSL on `mma.sync`: fp16 and bf16, every target, on CUDA devices.
+
+    Tensors are taken as they are while their rows start on 16 bytes; others are copied once.
+    """
+
+    name: ClassVar[str] = "cute"
+
+    def unsupported(self, problem: Problem, target: Target) -> str | None:
+        return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
+
+    def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+        swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
+        candidates = (
+            _candidates(problem) if direction == "forward" else backward_budget.backward_candidates(problem, target)
+        )
+        tiles = dict.fromkeys([*swept, *candidates])
+        return [tile for tile in tiles if budget.refusal(problem, target, direction, tile) is None]
+
+    def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
+        unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
+        if unknown:
+            raise Unsupported(f"CuTe's tiles have no {', '.join(unknown)} (but {', '.join(sorted(EXTRAS))})")
+        if direction == "backward":
+            backward_budget.check_backward(problem, target, tile)
+        elif tile.block_m % (16 * tile.warps) or tile.block_n % 16:
+            raise Unsupported(
+                f"a warp holds whole rows of scores, 16 at a time: block_m must be a multiple of 16 for each warp and "
+                f"block_n of 16, got tile {tile}"
+            )
+        if tile.warps > 32:
+            raise Unsupported(f"a block has at most 32 warps, got tile {tile}")
+        budget.check(problem, target, direction, tile)
+
+    def build(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+    ) -> list[Build]:
+        switches = Switches() if switches is None else switches
+        reason = self.unsupported(problem, target)
+        if reason is not None:
+            raise Unsupported(reason)
+        tile = self.choose_tile(problem, target, direction, tile, switches)
+        return build(problem, target, direction, tile, switches)
+
+    def kernels(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        dlse: bool = False,
+        deterministic: bool = False,
+    ) -> Sequence[Code]:
+        if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
+            return ()
+        tile = self.choose_tile(problem, target, direction, None, Switches())
+        if direction == "forward":
+            launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches())
+        else:
+            launches = plan_backward(problem, target, tile, Switches(), dlse, deterministic)
+        return [launch.code for launch in launches]
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check_device(q.device)
+        return forward(q, k, v, problem, target, tile, switches)
+
+    def _backward(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        problem: Problem,
+        target: Target,
+        tile: Tile,
+        switches: Switches,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _check_device(q.device)
+        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unsupported(f"CuTe DSL compiles for CUDA devices, the tensors are on {device}")
+
+
+def _candidates(problem: Problem) -> list[Tile]:
+    """Forward tiles to try where none was swept: two blocks a multiprocessor first, what always fits last."""
+    lazy = (("lazy_rescale", 1),)
+    if problem.head_dim <= 64:
+        shapes = [Tile(128, 96, 4, 1), Tile(128, 64, 4, 2), Tile(128, 64, 4, 1)]
+    elif problem.head_dim <= 128:
+        shapes = [Tile(128, 64, 4, 1, lazy), Tile(128, 48, 4, 1, lazy), Tile(64, 64, 4, 1, lazy)]
+    else:
+        shapes = [Tile(64, 64, 4, 1, lazy), Tile(64, 32, 4, 1, lazy)]
+    return [*shapes, Tile(16, 16, 1, 1)]
