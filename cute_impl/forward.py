@@ -16,8 +16,8 @@ A warp owns whole rows of S, so that the softmax of a row is a matter of four th
 operand of the second product without leaving the registers.
 
 The rungs of the ladder: `tiles` is BLOCK_M × BLOCK_N, warps and stages; `skip` bounds the walk by the mask (SKIP in
-`tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` walks in three loops, of which the inner one
-compares nothing (EDGES in `walks`); `order` is which tile a block takes (ORDER in `claim`).
+`tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` walks in three loops, of which the inner
+one compares nothing (EDGES in `walks`); `order` is which tile a block takes (ORDER in `claim`).
 """
 
 from __future__ import annotations
