@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,25 @@ def test_a_launch_is_told_apart_by_its_constants_only() -> None:
     assert a.constants == b.constants
     (c,) = plan(dataclasses.replace(short, mask=Mask()), ADA, "forward", tile, Switches())
     assert a.constants != c.constants
+
+
+def test_every_lowering_has_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the compiler's prover has seen in a thread decides what it can prove there later.
+    threads: list[threading.Thread] = []
+
+    def refuse(*arguments: object, **options: object) -> None:
+        threads.append(threading.current_thread())
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("tilelang.lower", refuse)
+    monkeypatch.setattr("tilelang.compile", refuse)
+    prepare, *_ = plan(Problem(1, 1, 1, 64, 64, 16), ADA, "backward", Tile(16, 16, 1, 1), Switches())
+    for work in (lambda: lower(prepare, ADA), lambda: prepare.kernel.compile("sm_89")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no"):
+                work()
+    assert len({id(thread) for thread in threads}) == len(threads) == 4
+    assert threading.current_thread() not in threads
 
 
 def test_without_nvcc_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from common import Build, Direction, Problem, Switches, Target, Tile, Unsupporte
 
 from .backward import plan_backward
 from .forward import plan_forward
-from .launch import Launch
+from .launch import Launch, in_a_fresh_thread
 from .toolchain import nvcc
 
 _INSTRUCTIONS = {
@@ -47,6 +47,10 @@ def build(problem: Problem, target: Target, direction: Direction, tile: Tile, sw
 
 def lower(launch: Launch, target: Target) -> tuple[str, int]:
     """The kernel's CUDA source for a target, and the shared memory it asks for at its launch. Needs no nvcc."""
+    return in_a_fresh_thread(lambda: _lower(launch, target))
+
+
+def _lower(launch: Launch, target: Target) -> tuple[str, int]:
     machine = tvm.target.Target({"kind": "cuda", "arch": target.sm})
     with (
         warnings.catch_warnings(),

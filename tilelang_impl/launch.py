@@ -6,10 +6,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import tilelang
 import torch
@@ -31,6 +32,8 @@ ROW_PADDING = 128
 ROW_TILE = Tile(block_m=ROW_PADDING // 2, block_n=16, warps=4, stages=1)
 
 GRID_MAX = 2**31 - 1
+
+T = TypeVar("T")
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -99,10 +102,14 @@ def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
         # The option that keeps copies off TMA is announced to go; the version of TileLang that is pinned has it.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            compiled = tilelang.compile(
-                kernel.program(*kernel.constants), target={"kind": "cuda", "arch": sm}, execution_backend="tvm_ffi",
-                pass_configs=dict(kernel.options),
-            )  # fmt: skip
+            compiled = in_a_fresh_thread(
+                lambda: tilelang.compile(
+                    kernel.program(*kernel.constants),
+                    target={"kind": "cuda", "arch": sm},
+                    execution_backend="tvm_ffi",
+                    pass_configs=dict(kernel.options),
+                )
+            )
         except Exception:
             nvcc()  # where there is none, that is the reason
             raise
@@ -110,6 +117,16 @@ def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
     executable = compiled.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     return module.main
+
+
+def in_a_fresh_thread(work: Callable[[], T]) -> T:
+    """What `work` returns, called in a thread of its own, as every lowering has to be.
+
+    TileLang 0.1.13 asks a prover (z3) with a bounded number of steps, whose state lives as long as its thread: what it
+    can prove of a kernel would depend on what the thread lowered before, up to kernels that then do not lower at all.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(work).result()
 
 
 @contextmanager
