@@ -7,13 +7,13 @@ that the harness itself need not import its language.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 
 from common import Direction, Problem
 
+from .environment import core_count
 from .isolation import Caller, Lost, Worker
 from .jobs import Setting
 from .session import Session, in_order, progress
@@ -36,7 +36,7 @@ def compile_ahead(session: Session) -> int:
         kernels = session.callers[0].call(kernels_of, setting, tuple(session.ports), problems, request.each)
     except Lost:
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     count = min(cores, len(kernels), PROCESSES_MOST)
     if len(kernels) < WORTH_IT or count < 2:
         return 0

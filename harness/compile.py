@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ from common import Build, Direction, Port, Problem, Target
 from common.target import TARGETS
 
 from . import jobs
-from .environment import CPU, INTERPRET
+from .environment import CPU, INTERPRET, core_count
 from .errors import UsageError, one_of
 from .isolation import Caller, Here, Lost, Worker
 from .options import LIMIT_S, Directions, Format
@@ -143,7 +142,7 @@ def _problems(request: CompileRequest) -> list[Problem]:
 def _callers(request: CompileRequest) -> list[Caller]:
     if not request.isolated:
         return [Here()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     # A process that interprets kernels holds none that compile.
     return [Worker(request.limit_s, 1, {INTERPRET: "0"}) for _ in range(min(cores, WORKERS_MOST))]
 

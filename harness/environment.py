@@ -15,6 +15,11 @@ from .errors import UsageError
 INTERPRET = "TRITON_INTERPRET"
 
 
+def core_count() -> int:
+    """How many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True)
 class Environment:
     """device: where the tensors lie. native: the device's own target; where there is no GPU, the one whose path the

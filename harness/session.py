@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from common import Direction, Port, Switches, Target
 
 from . import jobs
 from .baselines.protocol import Span
-from .environment import Environment
+from .environment import Environment, core_count
 from .errors import UsageError, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
 from .options import LIMIT_S, Directions, Format
@@ -145,7 +144,7 @@ class Session:
             return [Here()]
         if self.environment.has_gpu:
             return [Worker(self.request.limit_s, environment=self.variables)]
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = core_count()
         count = min(cores, WORKERS_MOST, len(self.suite.cases) or WORKERS_MOST)
         return [Worker(self.request.limit_s, threads=max(1, cores // count)) for _ in range(count)]
 
