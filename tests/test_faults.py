@@ -192,8 +192,9 @@ def copy_of_the_packages(folder: Path, port: str, fault: Fault | None = None) ->
 
 
 def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in that folder, with its packages and no others."""
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    """Python in that folder, with the project's packages from there."""
+    search = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

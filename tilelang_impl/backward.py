@@ -111,8 +111,9 @@ def dkdv_program(
     len_q, len_k, rows, row_blocks = T.dynamic("len_q"), T.dynamic("len_k"), T.dynamic("rows"), T.dynamic("row_blocks")
     SUM = dq_sum_shape(batch, heads_q, row_blocks, BLOCK_D) if ATOMIC_DQ else (batch, heads_q, 2, rows)
     exp = T.exp2 if EXP2 else T.exp
-    # A key past the end has a row of Pᵀ and dSᵀ to itself, and none of dk and dv: nothing to compare without a band.
-    MASKED = HAS_LOW or HAS_HIGH or not EDGES
+    # A key past the end scores 0, and exp(0 - lse) may be infinite. That spoils rows of dK and dV that nobody stores,
+    # but every row of dQ: without a band only the sum of dq asks for comparisons, in the last tile of keys.
+    MASKED = HAS_LOW or HAS_HIGH or ATOMIC_DQ or not EDGES
     steps = ["q", "do", "stats", "s", "dp", "exp", *(["mask"] if MASKED else []), "p", "dv", "ds", "ds_cast"]
     steps += ["s_ds", "dk", "dq", "dq_sum"] if ATOMIC_DQ else ["dk"]
 
@@ -159,6 +160,7 @@ def dkdv_program(
             begin, full_begin, full_end, end = tile_range(
                 key_begin, key_last, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP, EDGES, RAGGED=False
             )
+            whole_until = T.if_then_else(key_begin + BLOCK_N > len_k, 0, full_end) if ATOMIC_DQ else full_end
             tiles = end - begin
             group = T.truncdiv(heads_q, heads_kv)
             factor = scale * LOG2_E if EXP2 else scale
@@ -180,7 +182,7 @@ def dkdv_program(
                 for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                     p_t[j, i] = exp(p_t[j, i] * factor - s_stats[0, i])
                 if MASKED:  # noqa: SIM102 (this one is decided now, the next by the kernel)
-                    if T.Or(m < full_begin, m >= full_end):
+                    if T.Or(m < full_begin, m >= whole_until):
                         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                             seen = visible(m * BLOCK_M + i, key_begin + j, len_k, low, high, HAS_LOW, HAS_HIGH)
                             p_t[j, i] = T.if_then_else(seen, p_t[j, i], 0.0)
