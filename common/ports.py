@@ -108,7 +108,8 @@ class Port(ABC):
 
     The public methods hold what is the same for all: validation, the dimension a single head leaves out, the copy of a
     tensor whose last stride is not 1, and problems with nothing to compute. A port writes `_forward` and `_backward`,
-    which see four-dimensional tensors with a last stride of 1, at least one query and at least one key.
+    which see four-dimensional tensors with a last stride of 1, at least one query and at least one key; one that
+    compiles writes `_build`, and `_kernels` if that takes long.
     """
 
     name: ClassVar[str]
@@ -124,6 +125,11 @@ class Port(ABC):
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:  # noqa: B027
         """Raises Unsupported, with the arithmetic written out, when the tile does not fit the target."""
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the port has kernels to compile."""
+        return type(self)._build is not Port._build
+
     def build(
         self,
         problem: Problem,
@@ -135,9 +141,12 @@ class Port(ABC):
     ) -> list[Build]:
         """Compiles the direction's kernels for a target, which need not be in the machine.
 
-        Raises Unsupported when the port has nothing to compile or the tile does not fit.
+        Raises Unsupported when the port has nothing to compile, cannot do the problem, or the tile does not fit.
         """
-        raise Unsupported(f"{self.name} has no kernels to compile")
+        if not self.compiles:
+            raise Unsupported(f"{self.name} has no kernels to compile")
+        target, tile, switches = self._plan(problem, direction, target, tile, switches)
+        return self._build(problem, target, direction, tile, switches)
 
     def kernels(
         self,
@@ -152,7 +161,10 @@ class Port(ABC):
 
         Empty for a port whose kernels compile fast, and for what it does not support. Compiles nothing itself.
         """
-        return ()
+        if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
+            return ()
+        tile = self.choose_tile(problem, target, direction, None, _ALL_ON)
+        return self._kernels(problem, target, direction, tile, dlse, deterministic)
 
     def forward(
         self,
@@ -174,7 +186,7 @@ class Port(ABC):
         Raises TypeError/ValueError for tensors that are not the problem's, Unsupported for what this port cannot do.
         """
         check_tensors(problem, q=q, k=k, v=v)
-        target, tile, switches = self._plan(problem, "forward", q.device, target, tile, switches)
+        target, tile, switches = self._plan(problem, "forward", target or _native(q.device), tile, switches)
         if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
             o = empty_like(q).zero_()
             lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device).fill_(-math.inf)
@@ -210,7 +222,7 @@ class Port(ABC):
         """
         check_tensors(problem, do=do, dlse=dlse, q=q, k=k, v=v, o=o, lse=lse)
         check_type("deterministic", deterministic, bool)
-        target, tile, switches = self._plan(problem, "backward", q.device, target, tile, switches)
+        target, tile, switches = self._plan(problem, "backward", target or _native(q.device), tile, switches)
         if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
             return empty_like(q).zero_(), empty_like(k).zero_(), empty_like(v).zero_()
         do4, q4, k4, v4, o4 = (unit_stride(_with_heads(t, 4)) for t in (do, q, k, v, o))
@@ -223,13 +235,10 @@ class Port(ABC):
         self,
         problem: Problem,
         direction: Direction,
-        device: torch.device,
-        target: Target | None,
+        target: Target,
         tile: Tile | None,
         switches: Switches | None,
     ) -> tuple[Target, Tile, Switches]:
-        if target is None:
-            target = _native(device)
         switches = _ALL_ON if switches is None else switches
         check_type("target", target, Target)
         reason = self.unsupported(problem, target)
@@ -248,6 +257,16 @@ class Port(ABC):
         check_type("tile", tile, Tile)
         self.check_tile(problem, target, direction, tile)
         return tile
+
+    def _build(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
+    ) -> list[Build]:
+        raise NotImplementedError
+
+    def _kernels(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+    ) -> Sequence[Kernel]:
+        return ()
 
     @abstractmethod
     def _forward(

@@ -13,7 +13,6 @@ block_m, block_n, warps and stages are dkdv_kernel's. The extras, all optional:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from common import Problem, Target, Tile, Unsupported
 
@@ -129,33 +128,3 @@ def check_backward(problem: Problem, target: Target, tile: Tile) -> None:
             f"a warp of dq_kernel holds whole rows of scores, 16 at a time: dq_block_m must be a multiple of 16 for "
             f"each warp and dq_block_n of 16, got {dq}"
         )
-
-
-def backward_candidates(problem: Problem, target: Target) -> list[Tile]:
-    """Tiles to try where none was swept, most promising first, down to one that fits everywhere.
-
-    All but the last compile for Ada without spills. The longer the tile of keys, the less often dq goes through memory.
-    """
-    roomy = target.smem_per_block > 200_000
-    block_d = backward_block_d(problem)
-    if block_d <= 32:
-        shapes = [_tile(128, 128, 8, 2), _tile(64, 64, 4, 2)]
-    elif block_d == 64:
-        shapes = [_tile(64, 128, 8, 2, parts=2), _tile(64, 64, 4, 2, v_in_registers=1), _tile(64, 64, 4, 2, parts=2)]
-        shapes = [*shapes, _tile(128, 128, 8, 2, parts=2)] if roomy else shapes
-    elif block_d == 96:
-        shapes = [_tile(64, 128, 8, 2, parts=2, v_in_registers=1), _tile(64, 64, 4, 2, parts=2), _tile(64, 64, 4, 1)]
-    elif block_d == 128:
-        shapes = [_tile(64, 64, 8, 2, key_warps=4, v_in_registers=1), _tile(32, 128, 8, 1), _tile(32, 64, 4, 2)]
-        shapes = [_tile(64, 128, 8, 2, parts=2), _tile(64, 96, 8, 2, key_warps=2), *shapes] if roomy else shapes
-    else:
-        shapes = [_tile(64, 32, 8, 1, key_warps=2, v_in_registers=1)]
-    return [*shapes, *(replace(tile, extra=_without(tile, "atomics")) for tile in shapes), Tile(16, 16, 1, 1)]
-
-
-def _tile(block_m: int, block_n: int, warps: int, stages: int, **extras: int) -> Tile:
-    return Tile(block_m, block_n, warps, stages, tuple(sorted({"atomics": 1, **extras}.items())))
-
-
-def _without(tile: Tile, name: str) -> tuple[tuple[str, int], ...]:
-    return tuple(pair for pair in tile.extra if pair[0] != name)

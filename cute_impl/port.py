@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 
 from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
-from common.ports import dtype_reason
+from common.budget import over_budget
+from common.ports import NAIVE_TILE, dtype_reason
+from common.target import ADA
 
 from . import backward_budget, budget
 from .backward import backward, plan_backward
@@ -33,12 +35,10 @@ class CutePort(Port):
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
-        swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
-        candidates = (
-            _candidates(problem) if direction == "forward" else backward_budget.backward_candidates(problem, target)
-        )
-        tiles = dict.fromkeys([*swept, *candidates])
-        return [tile for tile in tiles if budget.refusal(problem, target, direction, tile) is None]
+        table = TileTable.load(Path(__file__).with_name("tiles.yaml"))
+        # The kernels are the Ada path's everywhere: where nothing was swept, so are the tiles.
+        swept = table.lookup(problem, target, direction) or table.lookup(problem, ADA, direction)
+        return [tile for tile in (*swept, NAIVE_TILE) if self._over_budget(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -53,36 +53,22 @@ class CutePort(Port):
             )
         if tile.warps > 32:
             raise Unsupported(f"a block has at most 32 warps, got tile {tile}")
-        budget.check(problem, target, direction, tile)
-
-    def build(
-        self,
-        problem: Problem,
-        target: Target,
-        direction: Direction,
-        *,
-        tile: Tile | None = None,
-        switches: Switches | None = None,
-    ) -> list[Build]:
-        switches = Switches() if switches is None else switches
-        reason = self.unsupported(problem, target)
+        reason = self._over_budget(problem, target, direction, tile)
         if reason is not None:
             raise Unsupported(reason)
-        tile = self.choose_tile(problem, target, direction, tile, switches)
+
+    @staticmethod
+    def _over_budget(problem: Problem, target: Target, direction: Direction, tile: Tile) -> str | None:
+        return over_budget(budget.shared_memory(problem, direction, tile), problem, target, tile)
+
+    def _build(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
+    ) -> list[Build]:
         return build(problem, target, direction, tile, switches)
 
-    def kernels(
-        self,
-        problem: Problem,
-        target: Target,
-        direction: Direction,
-        *,
-        dlse: bool = False,
-        deterministic: bool = False,
+    def _kernels(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
     ) -> Sequence[Code]:
-        if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
-            return ()
-        tile = self.choose_tile(problem, target, direction, None, Switches())
         if direction == "forward":
             launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches())
         else:
@@ -124,15 +110,3 @@ class CutePort(Port):
 def _check_device(device: torch.device) -> None:
     if device.type != "cuda":
         raise Unsupported(f"CuTe DSL compiles for CUDA devices, the tensors are on {device}")
-
-
-def _candidates(problem: Problem) -> list[Tile]:
-    """Forward tiles to try where none was swept: two blocks a multiprocessor first, what always fits last."""
-    lazy = (("lazy_rescale", 1),)
-    if problem.head_dim <= 64:
-        shapes = [Tile(128, 96, 4, 1), Tile(128, 64, 4, 2), Tile(128, 64, 4, 1)]
-    elif problem.head_dim <= 128:
-        shapes = [Tile(128, 64, 4, 1, lazy), Tile(128, 48, 4, 1, lazy), Tile(64, 64, 4, 1, lazy)]
-    else:
-        shapes = [Tile(64, 64, 4, 1, lazy), Tile(64, 32, 4, 1, lazy)]
-    return [*shapes, Tile(16, 16, 1, 1)]

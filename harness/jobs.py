@@ -118,7 +118,7 @@ def open_there(setting: Setting, name: str) -> Opened:
         return Opened(reason=str(error))
     except Exception as error:  # importing a DSL may raise anything
         return Opened(reason=f"the {name} port could not be imported: {one_line(error)}")
-    return Opened(sources=sources_hash(port), compiles=type(port).build is not Port.build)
+    return Opened(sources=sources_hash(port), compiles=port.compiles)
 
 
 def opened(caller: Caller, setting: Setting, name: str) -> Opened:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common import Direction, Kernel, Port, Problem, Target
+from common import Direction, Kernel, Port, Problem, Target, Tile
 from harness import ahead
 from harness.ahead import compile_ahead
 from harness.environment import CPU, Environment
@@ -37,14 +37,8 @@ class Note:
 class Slow(ReferencePort):
     """A port with a kernel for each head_dim and form, and some that do not compile."""
 
-    def kernels(
-        self,
-        problem: Problem,
-        target: Target,
-        direction: Direction,
-        *,
-        dlse: bool = False,
-        deterministic: bool = False,
+    def _kernels(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
     ) -> Sequence[Kernel]:
         form = "dlse" if dlse else "deterministic" if deterministic else "plain"
         kernel = Note(f"{direction} d{problem.head_dim} {form}")

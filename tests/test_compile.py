@@ -32,14 +32,8 @@ class Builder(FakePort):
     def unsupported(self, problem: Problem, target: Target) -> str | None:
         return "no such chip" if target.name == "blackwell" else None
 
-    def build(  # type: ignore[override]
-        self,
-        problem: Problem,
-        target: Target,
-        direction: Direction,
-        *,
-        tile: Tile | None = None,
-        switches: Switches | None = None,
+    def _build(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
     ) -> list[Build]:
         if self.refuses:
             raise Unsupported(self.refuses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from cute_impl.backward import plan_backward  # noqa: E402
 from cute_impl.backward_blocks import fragments, hide_keys, seeing_rows, stats_by_column  # noqa: E402
 from cute_impl.backward_budget import (  # noqa: E402
     backward_block_d,
-    backward_candidates,
     backward_memory,
     check_backward,
     dq_tile,
@@ -143,18 +143,6 @@ def test_each_thread_reads_the_stats_of_its_columns() -> None:
             assert torch.equal(out, stats[stage, 1].unflatten(0, (parts, part_m))[part].expand(block_n, part_m))
 
 
-@pytest.mark.parametrize("target", ["ada", "hopper", "geforce_blackwell", "blackwell"])
-@pytest.mark.parametrize("head_dim", range(16, 257, 8))
-def test_every_head_dim_has_tiles_that_fit(head_dim: int, target: str) -> None:
-    problem, chip = problem_of(head_dim), Target.named(target)
-    candidates = backward_candidates(problem, chip)
-    for one in candidates:
-        check_backward(problem, chip, one)
-        assert all(sum(parts.values()) <= chip.smem_per_block for parts in backward_memory(problem, one).values())
-    assert any(one.get("atomics", 0) for one in candidates)
-    assert any(not one.get("atomics", 0) and one.warps > 1 for one in candidates)
-
-
 def test_head_dims_are_padded_to_what_warps_share() -> None:
     padded = {d: backward_block_d(problem_of(d)) for d in (16, 24, 40, 64, 72, 128, 136, 200, 256)}
     assert padded == {16: 16, 24: 32, 40: 64, 64: 64, 72: 96, 128: 128, 136: 192, 200: 256, 256: 256}
@@ -247,18 +235,18 @@ BUILDS = [
 
 @pytest.mark.parametrize("atomics", [True, False], ids=["atomics", "separate"])
 @pytest.mark.parametrize(("target", "head_dim", "mask"), BUILDS)
-def test_the_best_tiles_build_without_spills_on_ada_and_take_the_memory_that_was_told(
+def test_the_best_tiles_build_and_take_the_memory_that_was_told(
     target: Target, head_dim: int, mask: Mask, atomics: bool
 ) -> None:
     problem = problem_of(head_dim, mask)
-    one = next(c for c in backward_candidates(problem, target) if bool(c.get("atomics", 0)) == atomics)
+    best = CUTE.tiles(problem, target, "backward")[0]
+    assert best.get("atomics", 0)
+    one = best if atomics else replace(best, extra=tuple(pair for pair in best.extra if pair[0] != "atomics"))
     memory = backward_memory(problem, one)
     builds = CUTE.build(problem, target, "backward", tile=one)
     last = "cast_kernel" if atomics else "dq_kernel"
     assert [build.kernel for build in builds] == ["prepare_kernel", "dkdv_kernel", last]
     for build in builds:
-        # Elsewhere the assembler, at its 255 registers, may put a few bytes of addresses aside.
-        assert build.spills <= (0 if target is ADA else 32)
         assert 0 < build.registers <= 255
         assert build.shared == sum(memory.get(build.kernel, {}).values())
     ptx = builds[1].ptx

@@ -57,7 +57,7 @@ def test_a_port_that_only_compiles_says_why(
     class CompileOnly(FakePort):
         name = "tilelang"
 
-        def build(self, *arguments: object, **options: object) -> list:  # type: ignore[override]
+        def _build(self, *arguments: object) -> list:  # type: ignore[override]
             return []
 
         def _forward(self, *arguments: object) -> tuple:  # type: ignore[override]

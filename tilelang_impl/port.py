@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from common import Build, Direction, Kernel, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common.budget import over_budget
 from common.ports import dtype_reason
 
 from . import budget
@@ -44,7 +45,7 @@ class TilelangPort(Port):
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
         swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
         candidates = dict.fromkeys([*swept, *_candidates(problem, target, direction)])
-        return [tile for tile in candidates if budget.refusal(problem, target, direction, tile) is None]
+        return [tile for tile in candidates if self._over_budget(problem, target, direction, tile) is None]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -69,36 +70,22 @@ class TilelangPort(Port):
             most = WARPS_MAX - 4 if asynchronous(target, part, owned_rows) else WARPS_MAX
             if part.warps > most:
                 raise Unsupported(f"a block has at most {most} warps that compute, got tile {tile}")
-        budget.check(problem, target, direction, tile)
-
-    def build(
-        self,
-        problem: Problem,
-        target: Target,
-        direction: Direction,
-        *,
-        tile: Tile | None = None,
-        switches: Switches | None = None,
-    ) -> list[Build]:
-        switches = Switches() if switches is None else switches
-        reason = self.unsupported(problem, target)
+        reason = self._over_budget(problem, target, direction, tile)
         if reason is not None:
             raise Unsupported(reason)
-        tile = self.choose_tile(problem, target, direction, tile, switches)
+
+    @staticmethod
+    def _over_budget(problem: Problem, target: Target, direction: Direction, tile: Tile) -> str | None:
+        return over_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
+
+    def _build(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
+    ) -> list[Build]:
         return build(problem, target, direction, tile, switches)
 
-    def kernels(
-        self,
-        problem: Problem,
-        target: Target,
-        direction: Direction,
-        *,
-        dlse: bool = False,
-        deterministic: bool = False,
+    def _kernels(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
     ) -> Sequence[Kernel]:
-        if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
-            return ()
-        tile = self.choose_tile(problem, target, direction, None, Switches())
         if direction == "forward":
             launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches(), ("bhnd",) * 4)
         else:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from common import Direction, Problem, Target, Tile, Unsupported
+from common import Direction, Problem, Target, Tile
+from common.budget import Memory
 
 from .launch import block_d
 
@@ -27,7 +28,7 @@ FORWARD, DQ, DKDV = ("Q",), ("Q", "dO"), ("K", "V")  # what a program of each ke
 _READ_TWICE = {FORWARD: (), DQ: ("K",), DKDV: ("Q", "dO")}
 
 
-def shared_memory(problem: Problem, target: Target, direction: Direction, tile: Tile) -> dict[str, Mapping[str, int]]:
+def shared_memory(problem: Problem, target: Target, direction: Direction, tile: Tile) -> Memory:
     """Bytes a block for each kernel of the direction, by what they hold: `{kernel: {part: bytes}}`."""
     if direction == "forward":
         return {"forward_kernel": _walk(problem, target, tile, tile.block_m, tile.block_n, FORWARD, ("K", "V"))}
@@ -87,24 +88,3 @@ def _walk(
         if owned == FORWARD and tile.warps > 4:
             parts["rows"] = 16 * 32 * tile.warps
     return parts
-
-
-def refusal(problem: Problem, target: Target, direction: Direction, tile: Tile) -> str | None:
-    """Why the tile does not fit the target, with the arithmetic, or None when it does."""
-    for kernel, parts in shared_memory(problem, target, direction, tile).items():
-        total = sum(parts.values())
-        if total > target.smem_per_block:
-            sums = " + ".join(f"{name} {size}" for name, size in parts.items())
-            own = dq_tile(tile) if kernel == "dq_kernel" else tile
-            return (
-                f"{kernel}: block {own.block_m}x{own.block_n}, D={problem.head_dim}, {own.stages} stages needs "
-                f"{sums} = {total} B of shared memory; {target.sm} gives {target.smem_per_block} B"
-            )
-    return None
-
-
-def check(problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
-    """Raises Unsupported with the arithmetic when the tile does not fit the target."""
-    reason = refusal(problem, target, direction, tile)
-    if reason is not None:
-        raise Unsupported(reason)
