@@ -9,6 +9,7 @@ import numpy as np
 from .baselines import BASELINES
 from .environment import path_title
 from .jobs import own_name
+from .provenance import commit_and_date
 from .reader import Record
 from .records import problem_of, tile_of, timing_of
 from .tables import Table, problem_cells
@@ -131,8 +132,7 @@ def _complaints(record: Record) -> list[str]:
 def _provenance(records: Sequence[Record]) -> list[str]:
     facts = records[0]["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    commit = (facts["git"]["commit"] or "unknown")[:10]
-    return [f"{facts['card']}, driver {facts['driver']}, {versions}, commit {commit}. {FLOP_CONVENTION}"]
+    return [f"{facts['card']}, driver {facts['driver']}, {versions}, {commit_and_date(facts)}. {FLOP_CONVENTION}"]
 
 
 def across_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list[Table]:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -98,8 +99,9 @@ def folder_hash(package: Path) -> str:
 
 
 def provenance(device: torch.device, *, interpreted: bool) -> dict[str, Any]:
-    """What every record of a run shares, fit for JSON."""
+    """What every record of a run shares, fit for JSON. To be asked once, as the run begins: the date is now."""
     facts: dict[str, Any] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": package_versions(),
@@ -119,3 +121,9 @@ def provenance(device: torch.device, *, interpreted: bool) -> dict[str, Any]:
             "driver": driver_version(),
         }
     return facts
+
+
+def commit_and_date(facts: dict[str, Any]) -> str:
+    """Of what and when a record was made, in words, from its provenance; of when, as far as it is known."""
+    commit = f"commit {(facts['git']['commit'] or 'unknown')[:10]}"
+    return f"{commit}, {facts['date'][:10]}" if facts["date"] else commit

@@ -16,7 +16,7 @@ import common
 from .bench_tables import across_tables, grouped, path_of, title_of
 from .errors import UsageError
 from .jobs import own_name
-from .provenance import ROOT, folder_hash
+from .provenance import ROOT, commit_and_date, folder_hash
 from .reader import Record, read_records
 from .records import problem_of
 from .tables import Table, as_markdown, problem_cells
@@ -52,10 +52,9 @@ def _table(records: list[Record]) -> Table:
     for record in records:
         table.add(*_cells(record, port, baseline))
     facts, packages = first["provenance"], first["provenance"]["packages"]
-    commit = (facts["git"]["commit"] or "unknown")[:10]
     table.notes.append(
         f"{facts['card']}, driver {facts['driver']}, torch {packages['torch']}, triton {packages['triton']}, "
-        f"commit {commit}. {FLOP_CONVENTION}"
+        f"{commit_and_date(facts)}. {FLOP_CONVENTION}"
     )
     for record in records:
         timing = _timing(record)

@@ -49,7 +49,9 @@ def _refuse(constant: str) -> None:
 
 def upgraded(record: Record) -> Record:
     """A valid record of any version, as one of the current version."""
-    return _from_version_1(record) if record["schema"] == 1 else record
+    if record["schema"] == 1:
+        record = _from_version_1(record)
+    return _from_version_2(record) if record["schema"] == 2 else record
 
 
 def _from_version_1(record: Record) -> Record:
@@ -66,3 +68,11 @@ def _from_version_1(record: Record) -> Record:
         "untimed": "",
         "compile_s": None,
     }
+
+
+def _from_version_2(record: Record) -> Record:
+    """Version 2 did not tell when it was measured."""
+    fresh = record | {"schema": 3}
+    if "provenance" in record:
+        fresh["provenance"] = {"date": None} | record["provenance"]
+    return fresh

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).with_name("schemas")
-VERSION = 2
+VERSION = 3
 ANNOTATIONS = frozenset({"$schema", "$id", "$defs", "title", "description"})
 KEYWORDS = frozenset(
     {"type", "enum", "const", "$ref", "allOf", "anyOf", "if", "then", "minimum"}

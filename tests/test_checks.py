@@ -24,6 +24,7 @@ from harness.checks import (
 from harness.inputs import InputSpec, make_inputs
 from harness.provenance import provenance
 from harness.records import RecordFile, check_record
+from harness.schema import VERSION
 from harness.suites import load_suite
 from harness.trial import Check, Trial
 from reference.port import ReferencePort
@@ -440,7 +441,7 @@ def test_a_check_becomes_a_record_with_infinities_as_words(tmp_path) -> None:  #
         records.write(check_record(check, **about))
         assert not path.exists()
     record = json.loads(path.read_text())
-    assert (record["schema"], record["verdict"], record["errors"]["o"]["error"]) == (2, "fail", "inf")
+    assert (record["schema"], record["verdict"], record["errors"]["o"]["error"]) == (VERSION, "fail", "inf")
     assert record["tile"] == {"block_m": 32, "block_n": 32, "warps": 4, "stages": 2}
 
 

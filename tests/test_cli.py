@@ -26,6 +26,7 @@ from harness.inputs import make_inputs
 from harness.options import Format
 from harness.records import RecordFile
 from harness.run import RunRequest, run
+from harness.schema import VERSION
 from harness.tables import Table, as_csv, as_markdown, as_text
 from harness.timing import Launch, Sample
 
@@ -79,7 +80,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
         ("reference", "backward"),
     ]
     for r in records:
-        assert (r["schema"], r["verdict"], r["samples"], r["case"]) == (2, "pass", None, "scale")
+        assert (r["schema"], r["verdict"], r["samples"], r["case"]) == (VERSION, "pass", None, "scale")
         assert set(r["errors"]) == ({"o", "lse"} if r["direction"] == "forward" else {"dq", "dk", "dv"})
         assert r["problem"]["scale"] == 0.05
         assert r["target"] == {"name": "ada", "sm": "sm_89"}
@@ -87,6 +88,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
         assert r["tile"]["block_m"] >= 16
         assert r["provenance"]["packages"]["torch"] == torch.__version__
         assert r["provenance"]["interpreted"] is True
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", r["provenance"]["date"])
         assert len(r["sources"]) == 64
     assert records[0]["sources"] != records[2]["sources"]
     assert not list(tmp_path.glob("*.partial"))

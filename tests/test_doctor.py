@@ -14,6 +14,7 @@ from harness.doctor import doctor
 from harness.environment import CPU
 from harness.options import Format
 from harness.provenance import git_commit, package_versions, sources_hash
+from harness.schema import VERSION
 
 from .fakes import FakePort
 from .test_cli import harness, skip_without_interpreter
@@ -39,7 +40,7 @@ def test_it_tells_what_is_installed_and_what_can_run(tmp_path: Path) -> None:
     assert "compiles" in found["triton"][1]
     assert found["sdpa_flash (baseline)"] == ["no", "SDPA flash needs a CUDA device"]
     report = json.loads(path.read_text())
-    assert (report["schema"], report["kind"]) == (2, "doctor")
+    assert (report["schema"], report["kind"]) == (VERSION, "doctor")
     assert {finding["what"] for finding in report["ports"]} >= set(common.port_names())
 
 

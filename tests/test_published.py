@@ -60,6 +60,13 @@ def test_a_table_names_the_path_the_card_and_the_figures(tmp_path: Path) -> None
     assert "commit c3e9dfa69e" in table.notes[0]
 
 
+def test_a_table_says_when_it_was_measured_where_that_is_known(tmp_path: Path) -> None:
+    kept = upgraded(record())
+    dated = kept | {"provenance": kept["provenance"] | {"date": "2026-01-31T12:00:00Z"}}
+    (table,) = record_tables(read_records(written(tmp_path, dated), ("check",)))
+    assert "commit c3e9dfa69e, 2026-01-31." in table.notes[0]
+
+
 def test_a_table_says_when_its_kernels_have_changed(tmp_path: Path) -> None:
     (table,) = record_tables(read_records(written(tmp_path, record(sources="0" * 64)), ("check",)))
     assert "have changed since this was measured" in table.notes[1]

@@ -27,6 +27,13 @@ def kept() -> Record:
     return record | {"samples": record["samples"][:2]}
 
 
+def second() -> Record:
+    """The same record as version 2 had it."""
+    record = copy.deepcopy(upgraded(kept()))
+    del record["provenance"]["date"]
+    return record | {"schema": 2}
+
+
 def current() -> Record:
     return upgraded(kept())
 
@@ -85,7 +92,7 @@ def test_schemas_are_valid_and_use_the_keywords_that_are_checked(version: int) -
     assert set(keywords(schema)) <= KEYWORDS | ANNOTATIONS
 
 
-@pytest.mark.parametrize("record", [kept(), current()], ids=["version 1", "version 2"])
+@pytest.mark.parametrize("record", [kept(), second(), current()], ids=["version 1", "version 2", "version 3"])
 def test_the_check_agrees_with_jsonschema_on_spoiled_records(record: Record) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(record_schema(record["schema"]))
@@ -107,7 +114,7 @@ def test_the_check_agrees_with_jsonschema_on_spoiled_records(record: Record) -> 
         ({"seed": "0"}, '/seed must be of type integer, got "0"'),
         ({"more": 1}, "/more is not allowed"),
         ({"kind": "chck"}, "/kind must be"),
-        ({"schema": 99}, "records of version 99; this harness knows up to version 2"),
+        ({"schema": 99}, "records of version 99; this harness knows up to version 3"),
         ({"schema": True}, "it is no record"),
         ({"tile": {"block_m": 0, "block_n": 16, "warps": 1, "stages": 1}}, "/tile/block_m must be at least 1, got 0"),
         ({"samples": [{"ms": {}, "late": []}]}, "/samples/0 lacks sensors"),
@@ -137,17 +144,24 @@ def test_a_record_of_version_1_reads_as_one_of_today(tmp_path: Path) -> None:
     (record,) = read_records(written(tmp_path / "x.jsonl", kept()), ("check",))
     assert record["baselines"] == [{"port": "sdpa_flash", "verdict": "pass", "reason": ""}]
     assert [sample["late"] for sample in record["samples"]] == [[], []]
-    same = ("problem", "errors", "host_us", "provenance", "verdict")
+    assert record["provenance"] == kept()["provenance"] | {"date": None}
+    same = ("problem", "errors", "host_us", "verdict")
     assert {name: record[name] for name in same} == {name: kept()[name] for name in same}
     (untimed,) = read_records(written(tmp_path / "y.jsonl", kept() | {"samples": None, "baseline": None}), ("check",))
     assert (untimed["samples"], untimed["baselines"]) == (None, [])
+
+
+def test_a_record_of_version_2_has_no_date_and_is_the_same_otherwise(tmp_path: Path) -> None:
+    (record,) = read_records(written(tmp_path / "x.jsonl", second()), ("check",))
+    assert record == current()
+    assert record["provenance"]["date"] is None
 
 
 def test_records_of_other_kinds_are_left_out(tmp_path: Path) -> None:
     doctor = {"schema": 1, "kind": "doctor", "git": {"commit": None, "dirty": None}, "installed": [], "ports": []}
     path = written(tmp_path / "x.jsonl", doctor, current())
     assert [r["kind"] for r in read_records(path, ("check",))] == ["check"]
-    assert [r["schema"] for r in read_records(path, ("doctor", "check"))] == [2, 2]
+    assert [r["schema"] for r in read_records(path, ("doctor", "check"))] == [VERSION] * 2
     with pytest.raises(UsageError, match=r"x\.jsonl holds no records of kind disagreement"):
         read_records(path, ("disagreement",))
 
@@ -160,7 +174,7 @@ def test_records_of_other_kinds_are_left_out(tmp_path: Path) -> None:
         ("\n\nno json\n", "line 3 is no JSON"),
         ('{"schema": NaN}\n', "line 1 is no JSON: NaN is no number of JSON"),
         ('{"schema": 2, "kind": "check"}\n', "line 1: the record lacks suite"),
-        ('{"schema": 3, "kind": "check"}\n', "line 1: records of version 3; this harness knows up to version 2"),
+        ('{"schema": 4, "kind": "check"}\n', "line 1: records of version 4; this harness knows up to version 3"),
     ],
 )
 def test_what_is_no_record_is_refused_with_its_line(text: str, told: str, tmp_path: Path) -> None:
