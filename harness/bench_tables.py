@@ -60,7 +60,7 @@ def _port_table(records: Sequence[Record]) -> Table:
         labels=5,
     )
     for record in records:
-        table.add(*_port_cells(record, beside))
+        table.add(*_port_cells(record, beside), problem=problem_of(record["problem"]))
         table.notes += _complaints(record)
     for baseline in first["baselines"]:
         reasons = {
@@ -154,7 +154,8 @@ def across_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list
             some = next(iter(row.values()))
             cells = {name: _across_cell(name, row, missing) for name in (*ports, *rivals)}
             shown = ("–" if said.get(name) == cell else cell for name, cell in cells.items())
-            table.add(*problem_cells(problem_of(some["problem"])), *shown)
+            problem = problem_of(some["problem"])
+            table.add(*problem_cells(problem), *shown, problem=problem)
             said = {name: cell for name, cell in cells.items() if not cell[0].isdigit()}
         table.notes += _provenance(members)
         tables.append(table)
@@ -166,15 +167,15 @@ def _across_cell(name: str, row: Mapping[str, Record], missing: Mapping[str, str
     if name in missing:
         return missing[name]
     some = next(iter(row.values()))
-    times = next((times for times in map(timing_of, row.values()) if times is not None), None)
-    if times is not None and name in times.host_us:
+    times = next((t for t in map(timing_of, row.values()) if t is not None and name in t.host_us), None)
+    if times is not None:
         return f"{some['flops'] / 1e9 / times.median(name):.1f} pass"
     if name in row:
         return _verdict(row[name])
-    if name in BASELINES:
-        beside = next(b for b in some["baselines"] if b["port"] == name)
-        return f"FAIL: {beside['reason']}" if beside["verdict"] == "fail" else beside["reason"] or beside["verdict"]
-    return "–"
+    beside = next((b for record in row.values() for b in record["baselines"] if b["port"] == name), None)
+    if beside is None:
+        return "–"
+    return f"FAIL: {beside['reason']}" if beside["verdict"] == "fail" else beside["reason"] or beside["verdict"]
 
 
 def _beside_itself(records: Sequence[Record]) -> list[Table]:
@@ -195,7 +196,8 @@ def _beside_itself(records: Sequence[Record]) -> list[Table]:
         ratio = times.speed(port, own_name(port))
         contains = ratio.low <= 1 <= ratio.high
         inside += contains
-        about = port, record["direction"], *problem_cells(problem_of(record["problem"]))
-        table.add(*about, *_ratio_cells(times, port, own_name(port)), "yes" if contains else "no")
+        problem = problem_of(record["problem"])
+        about = port, record["direction"], *problem_cells(problem)
+        table.add(*about, *_ratio_cells(times, port, own_name(port)), "yes" if contains else "no", problem=problem)
     table.notes.append(f"{inside} of {len(table.rows)} intervals contain 100 %; of 95 % intervals one in 20 does not.")
     return [table]

@@ -46,7 +46,7 @@ class Row:
 
     def tile(self, port: str, tensor: str) -> Tile | None:
         """The tile that the port computed a tensor with."""
-        return next(check.tile for check in self.of(port) if any(t.name == tensor for t in check.tensors))
+        return next((check.tile for check in self.of(port) if any(t.name == tensor for t in check.tensors)), None)
 
 
 def matrix(
@@ -130,7 +130,7 @@ def matrix_tables(session: Session, rows: Sequence[Row]) -> list[Table]:
     """Problems × ports, ports × ports, and where each two ports are furthest apart."""
     tables = [_verdicts(session, rows)]
     if len(session.ports) > 1:
-        tables += [_pairs(session, rows), _places(session, rows)]
+        tables += [pairs_table(list(session.ports), rows), places_table(list(session.ports), rows)]
     return tables
 
 
@@ -146,7 +146,7 @@ def _verdicts(session: Session, rows: Sequence[Row]) -> Table:
         cells = []
         for name in request.impls:
             missing = session.missing.get(name)
-            cells.append(_cell(row.of(name)) if missing is None else missing if number == 0 else "–")
+            cells.append(verdict_cell(row.of(name)) if missing is None else missing if number == 0 else "–")
         table.add(row.case.id, row.case.problem.id, *cells)
         table.notes += [
             f"FAIL {check.port} {row.case.id} {row.case.problem.id} {check.direction}: {line}"
@@ -157,22 +157,23 @@ def _verdicts(session: Session, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cell(checks: Sequence[Check]) -> str:
+def verdict_cell(checks: Sequence[Check]) -> str:
+    """One port on one problem: the worst of these checks' tensors, or what failed, or why it was not to be checked."""
     failed = [check for check in checks if check.verdict == "fail"]
     tensors = [t for check in failed or checks for t in check.tensors]
     worst = max(tensors, key=lambda t: t.ratio, default=None)
     shown = "" if worst is None else f"{worst.ratio:.2f} {worst.name}"
     if failed:
         wrong = worst is not None and not worst.passed
-        return f"FAIL {shown}" if wrong else f"FAIL {failed[0].reason or failed[0].faults[0]}"
+        return f"FAIL {shown}" if wrong else f"FAIL {''.join(failed[0].complaints()[:1])}"
     reasons = [f"{check.direction}: {check.reason}" for check in checks if check.verdict == "unsupported"]
     if not tensors:
         return checks[0].reason
     return ", ".join([shown, *reasons])
 
 
-def _pairs(session: Session, rows: Sequence[Row]) -> Table:
-    names = list(session.ports)
+def pairs_table(names: Sequence[str], rows: Sequence[Row]) -> Table:
+    """Ports × ports: their largest disagreement over all rows."""
     table = Table("Ports beside each other: the largest disagreement, in PyTorch's error", ("port", *names))
     largest: dict[frozenset[str], Disagreement] = {}
     for row in rows:
@@ -187,15 +188,15 @@ def _pairs(session: Session, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _places(session: Session, rows: Sequence[Row]) -> Table:
+def places_table(names: Sequence[str], rows: Sequence[Row]) -> Table:
+    """For each two ports and each tensor, the element where they are furthest apart."""
     table = Table(
         "Where each two ports are furthest apart, by tensor",
         ("ports", "tensor", "case", "problem", "where", "tiles", "values", "in PyTorch's error"),
         labels=7,
     )
-    tensors = [name for direction in session.request.each for name in NAMES[direction]]
-    for a, b in combinations(session.ports, 2):
-        for tensor in tensors:
+    for a, b in combinations(names, 2):
+        for tensor in (*NAMES["forward"], *NAMES["backward"]):
             found = [(x, row) for row in rows for x in row.apart if x.ports == (a, b) and x.tensor == tensor]
             if not found:
                 continue

@@ -63,9 +63,14 @@ def _table(records: list[Record]) -> Table:
                 f"{record['problem']['id']}: {timing.late(name)} of {len(timing.rounds)} samples of {name} may hold "
                 "host time."
             )
-    if any(record["sources"] != folder_hash(ROOT / common.port_package(own_name(port))) for record in records):
+    if any(have_changed(port, record["sources"]) for record in records):
         table.notes.append(f"The sources of {port} or of `common` have changed since this was measured.")
     return table
+
+
+def have_changed(port: str, sources: str | None) -> bool:
+    """Whether a port's sources, or those of `common`, are no longer the ones of this hash."""
+    return sources != folder_hash(ROOT / common.port_package(own_name(port)))
 
 
 def _cells(record: Record, port: str, baseline: str | None) -> tuple[str, ...]:

@@ -22,19 +22,24 @@ PLAIN_WIDTH = 500  # where there is no terminal no line is wrapped
 
 @dataclass
 class Table:
-    """A title, columns, rows of cells, and notes that are printed below. The first `labels` columns are words."""
+    """A title, columns, rows of cells, and notes that are printed below. The first `labels` columns are words.
+
+    problems: for each row that was added, the problem that it is about, None where it is about no single one.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     labels: int = 1
+    problems: list[Problem | None] = field(default_factory=list)
 
-    def add(self, *cells: str) -> None:
-        """Adds a row."""
+    def add(self, *cells: str, problem: Problem | None = None) -> None:
+        """Adds a row, about that problem."""
         if len(cells) != len(self.columns):
             raise ValueError(f"a row of {self.title} has {len(self.columns)} cells, got {len(cells)}")
         self.rows.append(cells)
+        self.problems.append(problem)
 
 
 def problem_cells(problem: Problem) -> tuple[str, str, str, str]:

@@ -120,6 +120,11 @@ class Timing:
         """How fast a contestant is beside the baseline: median(baseline) / median(contestant), 1 for as fast."""
         return ratio_of_medians(self.samples(baseline), self.samples(name), seed=seed)
 
+    def rate(self, name: str, work: float) -> Ratio:
+        """Work over the median milliseconds of a contestant: TFLOP/s, when the work is FLOPs / 1e9."""
+        samples = self.samples(name)
+        return ratio_of_medians([work] * len(samples), samples)
+
     @property
     def throttled(self) -> int:
         """How many rounds throttled."""

@@ -93,6 +93,18 @@ def test_everybody_is_timed_together_and_told_beside_their_verdict(
     assert [t.title for t in record_tables(records)][-3:] == [t.title for t in across_tables(records, {})]
 
 
+def test_records_of_runs_with_other_baselines_make_one_table_across(tmp_path: Path) -> None:
+    paths = {port: tmp_path / f"{port}.jsonl" for port in ("triton", "reference")}
+    few = {"spans": ("forward",), "baselines": ("sdpa_flash",)}
+    assert bench(request("triton", json=paths["triton"], **few), CPU, ports()) == 0
+    assert bench(request("reference", json=paths["reference"], spans=("forward",)), CPU, ports()) == 0
+    records = [record for path in paths.values() for record in read_records(path, ("check",))]
+    (table,) = across_tables(records, {})
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert [row[name].split()[-1] for name in ("triton", "reference", "SDPA flash", "SDPA math")] == ["pass"] * 4
+    assert all(row[name][0].isdigit() for name in ("triton", "reference", "SDPA flash", "SDPA math"))
+
+
 def test_a_port_beside_itself_is_as_fast_as_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(request("triton", "triton", spans=("forward",), rounds=40), CPU, ports()) == 0
     itself = table(capsys.readouterr().out, "A port beside itself")
