@@ -38,6 +38,12 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return like if guard is None else guard.allocate(like, tensor.device)
 
 
+def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as `empty_like(tensor)` does."""
+    copy = tensor.clone()
+    return copy if tensor.stride(-1) == 1 == copy.stride(-1) else copy.contiguous()
+
+
 class GuardedBuffers:
     """A context in which `empty` and `empty_like` hand out poisoned buffers between guard zones (this thread's only).
 

@@ -186,7 +186,7 @@ class Port(ABC):
         Raises TypeError/ValueError for tensors that are not the problem's, Unsupported for what this port cannot do.
         """
         check_tensors(problem, q=q, k=k, v=v)
-        target, tile, switches = self._plan(problem, "forward", target or _native(q.device), tile, switches)
+        target, tile, switches = self._plan(problem, "forward", _target_on(q.device, target), tile, switches)
         if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
             o = empty_like(q).zero_()
             lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device).fill_(-math.inf)
@@ -222,7 +222,7 @@ class Port(ABC):
         """
         check_tensors(problem, do=do, dlse=dlse, q=q, k=k, v=v, o=o, lse=lse)
         check_type("deterministic", deterministic, bool)
-        target, tile, switches = self._plan(problem, "backward", target or _native(q.device), tile, switches)
+        target, tile, switches = self._plan(problem, "backward", _target_on(q.device, target), tile, switches)
         if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
             return empty_like(q).zero_(), empty_like(k).zero_(), empty_like(v).zero_()
         do4, q4, k4, v4, o4 = (unit_stride(_with_heads(t, 4)) for t in (do, q, k, v, o))
@@ -308,9 +308,16 @@ def _best_tile(port: Port, problem: Problem, target: Target, direction: Directio
 
 
 @cache
-def _native(device: torch.device) -> Target:
-    # On a CPU it is the Ada path that an interpreter walks.
-    return Target.detect(device) if device.type == "cuda" else ADA
+def _target_on(device: torch.device, target: Target | None) -> Target:
+    if device.type != "cuda":
+        return target or ADA  # on a CPU it is the Ada path that an interpreter walks
+    native = Target.detect(device)
+    if target is None:
+        return native
+    check_type("target", target, Target)
+    if not target.runs_on(native):
+        raise Unsupported(f"code for {target} does not run on {torch.cuda.get_device_name(device)}, which is {native}")
+    return target
 
 
 def dtype_reason(name: str, problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | None:

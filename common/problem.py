@@ -18,7 +18,7 @@ DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 FP32 = torch.finfo(torch.float32)
 SCALE_MAX = FP32.max / 2
-LEN_MAX = 2**31 - 1 - 2 * 256  # positions, rounded up to a tile, stay in 32 bits
+LEN_MAX = 2**31 - 1 - 2 * 256  # positions, rounded up to a tile, stay in 32 bits, and so does the sum of two
 
 
 def check_scale(scale: object) -> float:
@@ -66,6 +66,8 @@ class Problem:
         for name in ("len_q", "len_k"):
             if getattr(self, name) > LEN_MAX:
                 raise ValueError(f"{name} must be <= {LEN_MAX}, got {getattr(self, name)}")
+        if self.len_q + self.len_k > LEN_MAX:
+            raise ValueError(f"len_q + len_k must be <= {LEN_MAX}, got {self.len_q} + {self.len_k}")
         if self.heads_q % self.heads_kv:
             raise ValueError(f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}")
         if not HEAD_DIM_MIN <= self.head_dim <= HEAD_DIM_MAX or self.head_dim % HEAD_DIM_STEP:

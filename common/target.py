@@ -46,6 +46,10 @@ class Target:
         """89, 90, 100 or 120."""
         return int(self.sm.removeprefix("sm_").removesuffix("a"))
 
+    def runs_on(self, native: Target) -> bool:
+        """Whether a card of that target can run this one's code path: its own, or Ada's on any later card."""
+        return self == native or (self.name == "ada" and native.capability > self.capability)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.sm})"
 

@@ -51,7 +51,7 @@ class PrepareKernel:
         batch, heads_q, len_q = (cute.sym_int32() for _ in range(3))
         padded = cute.sym_int32(divisibility=128)
         do, o = (rows(self.DTYPE, batch, heads_q, len_q, self.HEAD_DIM) for _ in range(2))
-        lse, dlse = (packed("fp32", batch, heads_q, len_q) for _ in range(2))
+        lse, dlse = (packed("fp32", batch, heads_q, len_q, align=4) for _ in range(2))  # the caller's, read one by one
         stats = packed("fp32", batch, heads_q, 2, padded)
         # Packed, but with strides of 64 bits, so that the offset of a tile is one too.
         dq_sum = rows("fp32", batch, heads_q, padded, self.SUM_D) if self.SUM_D else stats

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -18,6 +20,7 @@ import tvm_ffi
 from cutlass.cute.runtime import load_module, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from common import DTYPE_NAMES, Problem, Switches, Target, Tile, Unsupported
+from common.buffers import dense_copy
 
 # Bytes of keys and values that the programs running at one time may share: the smallest L2 of the targets' cards
 # (48 MB), less what the queries and outputs stream through it.
@@ -27,6 +30,8 @@ L2_BYTES = 32 * 2**20
 ROW_PADDING = 128
 
 GRID_MAX = 2**31 - 1
+
+_COMPILING = threading.RLock()  # while it compiles, CuTe DSL keeps state that all threads share
 
 _ENTRY = "fa2_launch"  # the name of a kernel's host function in an object file
 _ELEMENTS = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
@@ -69,7 +74,8 @@ class Code:
 
     def compile(self, sm: str) -> Callable[..., None]:
         """The compiled kernel for an architecture, from this process' cache, the one on disk, or the compiler."""
-        return _compiled(self.kernel, sm)
+        with _COMPILING:
+            return _compiled(self.kernel, sm)
 
 
 def compile_kernel(kernel: Any, sm: str, options: str = "") -> Any:
@@ -79,19 +85,24 @@ def compile_kernel(kernel: Any, sm: str, options: str = "") -> Any:
     and launches on PyTorch's current stream there.
     """
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel, *kernel.arguments(), stream, options=f"--enable-tvm-ffi --gpu-arch {sm} {options}")
+    with _COMPILING:
+        return cute.compile(kernel, *kernel.arguments(), stream, options=f"--enable-tvm-ffi --gpu-arch {sm} {options}")
 
 
 @cache
 def _compiled(kernel: Any, sm: str) -> Callable[..., None]:
     path = cache_folder() / f"{_key(kernel, sm)}.o"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name first, so that no other process reads half a file.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            unfinished = Path(folder) / path.name
-            compile_kernel(kernel, sm).export_to_c(str(unfinished), function_name=_ENTRY)
-            unfinished.replace(path)
+        compiled = compile_kernel(kernel, sm)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Under another name first, so that no other process reads half a file.
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                unfinished = Path(folder) / path.name
+                compiled.export_to_c(str(unfinished), function_name=_ENTRY)
+                unfinished.replace(path)
+        except OSError as error:
+            raise Unsupported(f"compiled kernels cannot be kept: {error}; set FA2_CUTE_CACHE_DIR") from error
     return getattr(load_module(str(path), enable_tvm_ffi=True), _ENTRY)
 
 
@@ -110,7 +121,7 @@ def _sources() -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    digest.update(f"{cutlass.__version__} {tvm_ffi.__version__}".encode())
+    digest.update(f"{cutlass.__version__} {tvm_ffi.__version__} {platform.machine()}".encode())
     return digest.hexdigest()
 
 
@@ -121,10 +132,10 @@ def rows(dtype: str, batch: Any, heads: Any, length: Any, head_dim: int) -> Any:
     return make_fake_tensor(element, (batch, heads, length, head_dim), (*strides, 1), assumed_align=16)
 
 
-def packed(dtype: str, *shape: Any) -> Any:
-    """Stands for a packed tensor of that shape."""
+def packed(dtype: str, *shape: Any, align: int = 16) -> Any:
+    """Stands for a packed tensor of that shape, which starts on `align` bytes."""
     order = tuple(reversed(range(len(shape))))
-    return make_fake_compact_tensor(_ELEMENTS[dtype], shape, stride_order=order, assumed_align=16)
+    return make_fake_compact_tensor(_ELEMENTS[dtype], shape, stride_order=order, assumed_align=align)
 
 
 @lru_cache(maxsize=4096)
@@ -195,12 +206,12 @@ def padded_len(problem: Problem) -> int:
 
 
 def settle(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as kernels take it: itself while its rows start on 16 bytes, else a packed copy."""
+    """The tensor as kernels take it: itself while its rows start on 16 bytes, else a copy in the same order."""
     if tensor.requires_grad:
         tensor = tensor.detach()  # a tensor that autograd watches cannot be handed over
     if tensor.data_ptr() % 16 == 0 and _starts_on_vectors(tensor.stride(), tensor.dtype.itemsize):
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return dense_copy(tensor)
 
 
 @lru_cache(maxsize=4096)

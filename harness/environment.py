@@ -45,7 +45,7 @@ class Environment:
             target = Target.named(name)
         except ValueError as error:
             raise UsageError(str(error).replace("one of ", "one of native, ")) from error
-        runs = target == self.native or (target.name == "ada" and self.native.capability > target.capability)
+        runs = target.runs_on(self.native)
         if self.has_gpu and not runs:
             raise UsageError(f"code for {target} does not run on {self.card}, which is {self.native}")
         return target

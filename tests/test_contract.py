@@ -33,9 +33,30 @@ from common import (
     port,
     port_names,
 )
+from common.target import TARGETS
 
 PROBLEM = Problem(batch=2, heads_q=4, heads_kv=2, len_q=5, len_k=7, head_dim=16)
 ADA = Target.named("ada")
+ORDER = [target.name for target in TARGETS]
+
+
+def test_two_lengths_that_no_integer_of_the_kernels_adds_up_are_refused() -> None:
+    Problem(1, 1, 1, 700, 2**31 - 2000, 16)
+    with pytest.raises(ValueError, match=r"len_q \+ len_k must be <= 2147483135, got 700 \+ 2147483000"):
+        Problem(1, 1, 1, 700, 2147483000, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "cards"),
+    [
+        ("ada", ["ada", "hopper", "geforce_blackwell", "blackwell"]),
+        ("hopper", ["hopper"]),
+        ("geforce_blackwell", ["geforce_blackwell"]),
+        ("blackwell", ["blackwell"]),
+    ],
+)
+def test_a_path_runs_on_its_own_card_and_ada_s_on_later_ones(name: str, cards: list[str]) -> None:
+    assert [card.name for card in TARGETS if Target.named(name).runs_on(card)] == sorted(cards, key=ORDER.index)
 
 
 class NothingRuns(TorchDispatchMode):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -320,6 +322,36 @@ def test_kernels_are_those_of_a_call_and_equal_for_equal_code() -> None:
     assert pickle.loads(pickle.dumps(plain)) == plain
     assert CUTE.kernels(dataclasses.replace(short, dtype=torch.float32), ADA, "forward") == ()
     assert CUTE.kernels(dataclasses.replace(short, len_k=0), ADA, "backward") == ()
+
+
+def test_threads_compile_one_after_another() -> None:
+    problems = [Problem(1, 2, 2, 64, 64, head_dim) for head_dim in (16, 24, 32, 40)]
+    with ThreadPoolExecutor(4) as threads:
+        built = list(
+            threads.map(lambda problem: CUTE.build(problem, ADA, "forward", tile=Tile(16, 16, 1, 1)), problems)
+        )
+    assert [build.kernel for (build,) in built] == ["forward_kernel"] * 4
+
+
+@pytest.mark.parametrize("tile", [Tile(48, 48, 3, 1), Tile(80, 64, 5, 2), Tile(96, 64, 6, 1)], ids=str)
+def test_any_number_of_warps_shares_the_copies_out(tile: Tile) -> None:
+    problem = Problem(1, 2, 2, 256, 256, 64)
+    (build,) = CUTE.build(problem, ADA, "forward", tile=tile)
+    assert build.shared == sum(budget.shared_memory(problem, "forward", tile)["forward_kernel"].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [Tile(48, 48, 3, 1), Tile(80, 64, 5, 2), Tile(96, 64, 6, 1)], ids=str)
+def test_any_number_of_warps_gives_the_same(tile: Tile) -> None:
+    SUBJECT.check(case_of((1, 2, 300, 64), (1, 1, 260, 64), torch.float16, Mask.causal()), tile=tile, dlse=())
+
+
+def test_a_folder_that_holds_no_kernels_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FA2_CUTE_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    (launch,) = plan(Problem(1, 1, 1, 64, 64, 16), ADA, "forward", Tile(16, 16, 1, 1), Switches.rung("naive"))
+    with pytest.raises(Unsupported, match=r"cannot be kept: .*set FA2_CUTE_CACHE_DIR"):
+        launch.code.compile("sm_89")
 
 
 def test_kernels_are_kept_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]

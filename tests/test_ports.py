@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common import Mask, Problem, Switches, Target, Tile, attention
+from common import Mask, Problem, Switches, Target, Tile, attention, empty_like
 from reference import oracle_forward
 
 from .cases import LAYOUTS, Case
@@ -59,6 +59,32 @@ def test_masks_with_grouped_heads(
 def test_any_layout_in_memory(subject: Subject, layout: str) -> None:
     shape = 2, 2, subject.rows(40), 40
     subject.check(case_of(shape, shape, torch.float16, Mask.causal(), layout))
+
+
+@each()
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)], ids=str)
+@pytest.mark.parametrize("width", [32, 96], ids=["dense", "part of wider rows"])
+def test_results_lie_in_memory_as_the_operators_promise(subject: Subject, order: tuple[int, ...], width: int) -> None:
+    memory = [torch.randn(3, 2, 40, width, device=subject.device).to(torch.float16) for _ in range(4)]
+    q, k, v, do = (x[..., :32].permute(order) for x in memory)
+    problem = Problem.from_tensors(q, k, v, mask=Mask.causal())
+    o, lse = subject.port.forward(q, k, v, problem, tile=subject.tile)
+    grads = subject.port.backward(do, None, q, k, v, o, lse, problem, tile=subject.tile)
+    for result, like in zip((o, *grads), (q, q, k, v), strict=True):
+        assert result.stride() == empty_like(like).stride()
+
+
+@each()
+def test_lse_and_its_gradient_may_start_anywhere(subject: Subject) -> None:
+    q, k, v, do = (torch.randn(1, 1, subject.rows(21), 32, device=subject.device).to(torch.float16) for _ in range(4))
+    problem = Problem.from_tensors(q, k, v)
+    o, lse = subject.port.forward(q, k, v, problem, tile=subject.tile)
+    dlse = torch.randn_like(lse)
+    expected = subject.port.backward(do, dlse, q, k, v, o, lse, problem, tile=subject.tile, deterministic=True)
+    odd = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x) for x in (lse, dlse)]
+    found = subject.port.backward(do, odd[1], q, k, v, o, odd[0], problem, tile=subject.tile, deterministic=True)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @each()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pickle
 import shutil
@@ -183,6 +184,33 @@ def test_dq_is_summed_by_atomics_only_where_the_tile_says_so_and_nobody_minds() 
     assert repeatable[1].constants != plan(problem, ADA, "backward", tile, Switches())[1].constants
     with pytest.raises(Unsupported, match="atomic_dq is for mma"):
         TILELANG.check_tile(problem, HOPPER, "backward", tile)
+
+
+def test_a_tile_that_does_not_lower_is_refused_with_the_compilers_reason() -> None:
+    problem, tile = Problem(1, 1, 1, 512, 512, 16), Tile(512, 64, 8, 2)
+    (launch,) = plan(problem, HOPPER, "forward", tile, Switches())
+    with pytest.raises(Unsupported, match=r"TileLang cannot compile forward_kernel for sm_90a: .+"):
+        launch.kernel.compile("sm_90a")
+
+
+@pytest.mark.gpu
+def test_keys_that_nobody_sees_add_to_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    beyond, tile = 4 * 2**20, Tile(32, 64, 4, 1, (("atomic_dq", 1),))
+    buffers = []
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffers.append(torch.full((math.prod(shape) + beyond,), -0.0, dtype=dtype, device=device))
+        return buffers[-1][: math.prod(shape)].view(shape)
+
+    monkeypatch.setattr("tilelang_impl.backward.empty", empty)
+    q, do = (torch.randn(1, 1, 64, 16, device="cuda", dtype=torch.float16) for _ in range(2))
+    k, v = (torch.randn(1, 1, 2**17, 16, device="cuda", dtype=torch.float16) for _ in range(2))
+    problem = Problem.from_tensors(q, k, v, mask=Mask.causal("top_left"))
+    o, lse = TILELANG.forward(q, k, v, problem, target=ADA)
+    TILELANG.backward(do, None, q, k, v, o, lse, problem, target=ADA, tile=tile)
+    assert len(buffers) == 2  # stats, and the sum of dq
+    for buffer in buffers:
+        assert buffer[-beyond:].signbit().all()  # -0.0 plus 0.0 is 0.0
 
 
 def test_kernels_are_those_of_a_call_and_equal_for_equal_code() -> None:

@@ -44,6 +44,7 @@ from .launch import (
     constants,
     heads_in_l2,
     in_memory,
+    laid_out_as,
     padded_len,
     ready,
     settle,
@@ -196,8 +197,9 @@ def dkdv_program(
                 T.gemm(ds_t_cast, s_q, dk, policy=T.GemmWarpPolicy.FullRow)
                 if ATOMIC_DQ:
                     T.gemm(s_ds_t, s_k, dq, transpose_A=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
-                    for i, d in T.Parallel(BLOCK_M, BLOCK_D):
-                        T.atomic_add(DQ_SUM[dq_sum_at(b, h, m * (BLOCK_M // 8), i, d)], dq[i, d])
+                    if m * BLOCK_M < len_q:  # a tile of keys that nobody sees walks over one tile, maybe past the end
+                        for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                            T.atomic_add(DQ_SUM[dq_sum_at(b, h, m * (BLOCK_M // 8), i, d)], dq[i, d])
 
             for j, d in T.Parallel(BLOCK_N, BLOCK_D):
                 dk[j, d] *= scale
@@ -386,6 +388,7 @@ def backward(
         # The P of a row that sees no key is 0, but what a caller put there may be NaN, and 0 · NaN is NaN.
         unseen = (lse == -math.inf)[..., None]
         q, do = q.masked_fill(unseen, 0), do.masked_fill(unseen, 0)
+    callers = q, k, v
     (do, do_layout), (o, o_layout) = settle(do), settle(o)
     (q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
     layouts: tuple[str, ...] = do_layout, q_layout, k_layout, v_layout, o_layout
@@ -404,4 +407,5 @@ def backward(
     prepare(inputs[0], in_memory(o, o_layout), lse, lse if dlse is None else dlse, stats, dq_sum)
     dkdv(*inputs, in_memory(dk, k_layout), in_memory(dv, v_layout), dq_sum)
     last(*((dq_sum,) if atomic_dq else inputs), in_memory(dq, q_layout))
+    dq, dk, dv = (laid_out_as(*pair) for pair in zip((dq, dk, dv), callers, strict=True))
     return dq, dk, dv

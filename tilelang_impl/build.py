@@ -17,7 +17,7 @@ from common import Build, Direction, Problem, Switches, Target, Tile, Unsupporte
 
 from .backward import plan_backward
 from .forward import plan_forward
-from .launch import Launch, in_a_fresh_thread
+from .launch import Launch, in_a_fresh_thread, last_line
 from .toolchain import nvcc
 
 _INSTRUCTIONS = {
@@ -72,8 +72,7 @@ def _compile(launch: Launch, target: Target) -> Build:
     try:
         source, dynamic = lower(launch, target)
     except Exception as error:  # the compiler raises many kinds
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise Unsupported(f"TileLang cannot lower {launch.name} for {target}: {reason[-1]}") from error
+        raise Unsupported(f"TileLang cannot lower {launch.name} for {target}: {last_line(error)}") from error
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cu"
         path.write_text(source)

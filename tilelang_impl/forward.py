@@ -27,7 +27,7 @@ import torch
 from common import Problem, Switches, Target, Tile, empty, empty_like
 
 from .blocks import LN_2, LOG2_E, claim, rows_of, shape_of, tile_range, visible, walk
-from .launch import Launch, asynchronous, band, constants, heads_in_l2, in_memory, ready, settle
+from .launch import Launch, asynchronous, band, constants, heads_in_l2, in_memory, laid_out_as, ready, settle
 
 
 def forward_program(
@@ -160,10 +160,11 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`o`, laid out as q is, and `lse (B, Hq, Nq)`."""
-    (q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
+    (settled_q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
     layouts = q_layout, k_layout, v_layout, q_layout
     (kernel,) = ready(plan_forward, problem, target, tile, switches, layouts, q.device)
-    o = empty_like(q)
+    o = empty_like(settled_q)
     lse = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    kernel(in_memory(q, q_layout), in_memory(k, k_layout), in_memory(v, v_layout), in_memory(o, q_layout), lse)
-    return o, lse
+    inputs = in_memory(settled_q, q_layout), in_memory(k, k_layout), in_memory(v, v_layout)
+    kernel(*inputs, in_memory(o, q_layout), lse)
+    return laid_out_as(o, q), lse

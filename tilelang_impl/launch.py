@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ import tilelang
 import torch
 from tilelang import PassConfigKey
 
-from common import Problem, Switches, Target, Tile, Unsupported
+from common import Problem, Switches, Target, Tile, Unsupported, empty_like
+from common.buffers import dense_copy
 
 from .toolchain import nvcc
 
@@ -32,6 +34,9 @@ ROW_PADDING = 128
 ROW_TILE = Tile(block_m=ROW_PADDING // 2, block_n=16, warps=4, stages=1)
 
 GRID_MAX = 2**31 - 1
+
+# Warnings and the logger, which are set aside while a kernel is compiled, are shared by all threads.
+_COMPILING = threading.RLock()
 
 T = TypeVar("T")
 
@@ -98,7 +103,7 @@ class Kernel:
 
 @cache
 def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
-    with warnings.catch_warnings(), _announced_on_stderr():
+    with _COMPILING, warnings.catch_warnings(), _announced_on_stderr():
         # The option that keeps copies off TMA is announced to go; the version of TileLang that is pinned has it.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -110,13 +115,20 @@ def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
                     pass_configs=dict(kernel.options),
                 )
             )
-        except Exception:
+        except Exception as error:  # the compiler raises many kinds
             nvcc()  # where there is none, that is the reason
-            raise
+            name = kernel.program.__name__.replace("program", "kernel")
+            raise Unsupported(f"TileLang cannot compile {name} for {sm}: {last_line(error)}") from error
     # TileLang's object would look at every argument in Python once more; what it calls in the end is this.
     executable = compiled.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     return module.main
+
+
+def last_line(error: Exception) -> str:
+    """What an error of the compiler says in the end."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def in_a_fresh_thread(work: Callable[[], T]) -> T:
@@ -236,12 +248,26 @@ def settle(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """
     if tensor.requires_grad:
         tensor = tensor.detach()  # a tensor that autograd watches cannot be handed over
-    if tensor.data_ptr() % 16 == 0:
-        if tensor.is_contiguous():
-            return tensor, "bhnd"
-        if tensor.transpose(1, 2).is_contiguous():
-            return tensor, "bnhd"
-    return tensor.clone(memory_format=torch.contiguous_format), "bhnd"
+    layout = _packed_layout(tensor)
+    if layout is not None and tensor.data_ptr() % 16 == 0:
+        return tensor, layout
+    copy = dense_copy(tensor)
+    layout = _packed_layout(copy)
+    return (copy, layout) if layout is not None else (copy.contiguous(), "bhnd")
+
+
+def _packed_layout(tensor: torch.Tensor) -> str | None:
+    if tensor.is_contiguous():
+        return "bhnd"
+    return "bnhd" if tensor.transpose(1, 2).is_contiguous() else None
+
+
+def laid_out_as(result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The result as `empty_like(tensor)` lies in memory, whose settled copy may lie otherwise."""
+    if result.stride() == tensor.stride():
+        return result
+    like = empty_like(tensor)
+    return result if result.stride() == like.stride() else like.copy_(result)
 
 
 def in_memory(tensor: torch.Tensor, layout: str) -> torch.Tensor:
