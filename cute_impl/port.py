@@ -38,7 +38,14 @@ class CutePort(Port):
         table = TileTable.load(Path(__file__).with_name("tiles.yaml"))
         # The kernels are the Ada path's everywhere: where nothing was swept, so are the tiles.
         swept = table.lookup(problem, target, direction) or table.lookup(problem, ADA, direction)
-        return [tile for tile in (*swept, NAIVE_TILE) if self._over_budget(problem, target, direction, tile) is None]
+        return [tile for tile in (*swept, NAIVE_TILE) if self._can_take(problem, target, direction, tile)]
+
+    def _can_take(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> bool:
+        try:
+            self.check_tile(problem, target, direction, tile)
+        except Unsupported:
+            return False
+        return True
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -53,13 +60,9 @@ class CutePort(Port):
             )
         if tile.warps > 32:
             raise Unsupported(f"a block has at most 32 warps, got tile {tile}")
-        reason = self._over_budget(problem, target, direction, tile)
+        reason = over_budget(budget.shared_memory(problem, direction, tile), problem, target, tile)
         if reason is not None:
             raise Unsupported(reason)
-
-    @staticmethod
-    def _over_budget(problem: Problem, target: Target, direction: Direction, tile: Tile) -> str | None:
-        return over_budget(budget.shared_memory(problem, direction, tile), problem, target, tile)
 
     def _build(
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches

@@ -156,12 +156,12 @@ def dkdv_program(
             b = T.truncdiv(head, heads_kv)
             h_kv = T.truncmod(head, heads_kv)
             key_begin = tile * BLOCK_N
-            key_last = T.min(key_begin + BLOCK_N, len_k) - 1
             # A key is seen by the queries of the transposed band. Rows past the end need no comparison (`stats`).
             begin, full_begin, full_end, end = tile_range(
-                key_begin, key_last, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP, EDGES, RAGGED=False
-            )
-            whole_until = T.if_then_else(key_begin + BLOCK_N > len_k, 0, full_end) if ATOMIC_DQ else full_end
+                key_begin, T.min(key_begin + BLOCK_N, len_k) - 1, len_q, -high, -low, BLOCK_M,
+                HAS_HIGH, HAS_LOW, SKIP, EDGES, RAGGED=False,
+            )  # fmt: skip
+            edge_until = T.if_then_else(key_begin + BLOCK_N > len_k, end, full_begin) if ATOMIC_DQ else full_begin
             tiles = end - begin
             group = T.truncdiv(heads_q, heads_kv)
             factor = scale * LOG2_E if EXP2 else scale
@@ -183,7 +183,7 @@ def dkdv_program(
                 for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                     p_t[j, i] = exp(p_t[j, i] * factor - s_stats[0, i])
                 if MASKED:  # noqa: SIM102 (this one is decided now, the next by the kernel)
-                    if T.Or(m < full_begin, m >= whole_until):
+                    if T.Or(m < edge_until, m >= full_end):
                         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                             seen = visible(m * BLOCK_M + i, key_begin + j, len_k, low, high, HAS_LOW, HAS_HIGH)
                             p_t[j, i] = T.if_then_else(seen, p_t[j, i], 0.0)
@@ -197,9 +197,8 @@ def dkdv_program(
                 T.gemm(ds_t_cast, s_q, dk, policy=T.GemmWarpPolicy.FullRow)
                 if ATOMIC_DQ:
                     T.gemm(s_ds_t, s_k, dq, transpose_A=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
-                    if m * BLOCK_M < len_q:  # a tile of keys that nobody sees walks over one tile, maybe past the end
-                        for i, d in T.Parallel(BLOCK_M, BLOCK_D):
-                            T.atomic_add(DQ_SUM[dq_sum_at(b, h, m * (BLOCK_M // 8), i, d)], dq[i, d])
+                    for i, d in T.Parallel(BLOCK_M, BLOCK_D):
+                        T.atomic_add(DQ_SUM[dq_sum_at(b, h, m * (BLOCK_M // 8), i, d)], dq[i, d])
 
             for j, d in T.Parallel(BLOCK_N, BLOCK_D):
                 dk[j, d] *= scale
@@ -253,10 +252,10 @@ def dq_program(
             h = T.truncmod(head, heads_q)
             row_begin = tile * BLOCK_M
             h_kv = T.truncdiv(h, T.truncdiv(heads_q, heads_kv))
-            row_last = T.min(row_begin + BLOCK_M, len_q) - 1
             begin, full_begin, full_end, end = tile_range(
-                row_begin, row_last, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
-            )
+                row_begin, T.min(row_begin + BLOCK_M, len_q) - 1, len_k, low, high, BLOCK_N,
+                HAS_LOW, HAS_HIGH, SKIP, EDGES,
+            )  # fmt: skip
             factor = scale * LOG2_E if EXP2 else scale
 
             T.copy(rows_of(Q, LAYOUTS[1], b, h, row_begin, BLOCK_M, BLOCK_D), s_q)

@@ -47,8 +47,9 @@ def tile_range(first, last, length, low, high, BLOCK, HAS_LOW, HAS_HIGH, SKIP, E
     length are compared too. Where no band ends the walk they are in its last tile, which then is an edge even if the
     length ends with it: the compiler sees that the others have nothing to compare, and lets them have no branch.
 
-    At least one tile is walked over, if only to find nothing there: what a program copies before its walk is awaited
-    inside it, and must have landed before the program stores its results in the same place.
+    At least one tile is walked over, the last if all lie before the band, if only to find nothing there: what a program
+    copies before its walk is awaited inside it, and must have landed before the program stores its results in the same
+    place.
     """
     begin, end, full_begin, full_end = 0, length, 0, length
     if HAS_LOW:
@@ -61,7 +62,7 @@ def tile_range(first, last, length, low, high, BLOCK, HAS_LOW, HAS_HIGH, SKIP, E
         begin, end = 0, length
     if not EDGES:
         full_end = 0
-    first_tile = T.truncdiv(begin, BLOCK)
+    first_tile = T.truncdiv(T.min(begin, length - 1) if HAS_LOW and SKIP else begin, BLOCK)
     end_tile = T.max(T.truncdiv(end + BLOCK - 1, BLOCK), first_tile + 1)
     full_end_tile = T.truncdiv(full_end, BLOCK)
     if EDGES and not HAS_HIGH:

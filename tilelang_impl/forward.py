@@ -80,10 +80,10 @@ def forward_program(
             h = T.truncmod(head, heads_q)
             row_begin = tile * BLOCK_M
             h_kv = T.truncdiv(h, T.truncdiv(heads_q, heads_kv))
-            row_last = T.min(row_begin + BLOCK_M, len_q) - 1
             begin, full_begin, full_end, end = tile_range(
-                row_begin, row_last, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
-            )
+                row_begin, T.min(row_begin + BLOCK_M, len_q) - 1, len_k, low, high, BLOCK_N,
+                HAS_LOW, HAS_HIGH, SKIP, EDGES,
+            )  # fmt: skip
             factor = scale * LOG2_E if EXP2 else scale
 
             T.copy(rows_of(Q, LAYOUTS[0], b, h, row_begin, BLOCK_M, BLOCK_D), s_q)
