@@ -15,6 +15,7 @@ import pytest
 from harness.cli import main
 from harness.environment import CPU
 from harness.matrix import matrix
+from harness.provenance import folder_hash
 from harness.published import RESULTS
 from harness.records import problem_fields
 from harness.report.times import rows_of
@@ -252,6 +253,20 @@ def test_a_page_that_breaks_off_leaves_the_old_one(tmp_path: Path, monkeypatch: 
         main(["report", str(written(tmp_path / "x.jsonl", timed())), "--out", str(out)])
     assert stop.value.code == 2
     assert out.read_text() == "the old page"
+
+
+def test_where_kernels_have_changed_since_the_page_says_so(tmp_path: Path) -> None:
+    told = "The sources of triton, or of common, have changed since"
+    assert told in report(tmp_path, timed(sources="0" * 64))
+    assert told not in report(tmp_path, timed(sources=folder_hash(ROOT / "triton_impl")))
+
+
+def test_a_launch_of_both_directions_is_counted_where_they_were_not_checked_apart(tmp_path: Path) -> None:
+    both, apart = timed(direction="both"), [timed(), timed(direction="backward")]
+    assert "triton: 1 checks of 1 problems" in Page(report(tmp_path, both)).words
+    words = Page(report(tmp_path, both, *apart)).words
+    assert "triton: 2 checks of 1 problems" in words
+    assert "Forward and backward in one launch, NVIDIA H200" in words
 
 
 def test_of_a_cell_that_a_file_has_twice_the_later_record_counts(tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def _length(record: Record) -> int:
 
 def _card(run: Run, records: Sequence[Record]) -> Card:
     first, facets = records[0], facets_of(records[0])
-    words = SPAN_WORDS[first["direction"]]
-    title = f"{words[0].upper()}{words[1:]}, {run.path}, {family_title(first)}"
+    title = f"{SPAN_WORDS[first['direction']].capitalize()}, {run.path}, {family_title(first)}"
     pictures = []
     x_name = name_of_lengths({(r["case"], p): p for r in records for p in [problem_of(r["problem"])]}.values())
     if x_name is not None:
@@ -73,7 +72,7 @@ def _peaks(records: Sequence[Record], x_name: str, title: str) -> Markup | None:
 
 
 def _extras(records: Sequence[Record], x_name: str, title: str) -> Markup | None:
-    axis = Axis("Beyond the formula", size, least=NOTHING, below="nothing")
+    axis = Axis("Extra", size, least=NOTHING, below="nothing")
     return curve_chart(_curves(records, "extra_bytes"), axis, x_name=x_name, title=title)
 
 

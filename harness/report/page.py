@@ -18,7 +18,7 @@ from .memory import memory_cards
 from .origins import origins_table
 from .runs import Facets, Run, facets_of
 from .speed import speed_parts
-from .verdicts import verdicts
+from .verdicts import checks_of, verdicts
 
 # The filters in the order of the page: the facet, its label, and how its values are told.
 FILTERS = (("direction", "Direction"), ("d", "Head size D"), ("mask", "Mask"), ("path", "Target"), ("dtype", "dtype"))
@@ -143,13 +143,13 @@ def _contestants(runs: Sequence[Run]) -> list[Contestant]:
 def _figures(runs: Sequence[Run]) -> list[tuple[str, int]]:
     """What is on the page, counted."""
     records = [record for run in runs for record in run.records]
-    verdicts = Counter(record["verdict"] for record in records if record["kind"] == "check")
+    seen = Counter(record["verdict"] for run in runs for record in checks_of(run))
     timed = sum(bool(record.get("samples")) for record in records)
     measured = sum(record["kind"] == "memory" and record["peak_bytes"] is not None for record in records)
     return [
-        ("checks pass", verdicts["pass"]),
-        ("checks fail", verdicts["fail"]),
-        ("unsupported", verdicts["unsupported"]),
+        ("checks pass", seen["pass"]),
+        ("checks fail", seen["fail"]),
+        ("unsupported", seen["unsupported"]),
         ("timings", timed),
         ("measurements of memory", measured),
     ]

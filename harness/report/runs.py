@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import common
 from common import DTYPE_NAMES, Problem
 
 from ..bench_tables import path_of
 from ..errors import UsageError, one_line
 from ..inputs import InputSpec
+from ..jobs import own_name
 from ..provenance import in_words
+from ..published import have_changed
 from ..reader import Record, read_records
 from ..records import check_of, disagreement_of, problem_of
 
@@ -112,12 +115,32 @@ def family_title(record: Record) -> str:
     return f"D {p.head_dim}, {p.mask}, {DTYPE_NAMES[p.dtype]}, {heads}, suite {record['suite']}"
 
 
-def origins(records: Iterable[Record]) -> list[str]:
-    """Where these records come from, each different answer once: card, versions, commit, date."""
-    return list(dict.fromkeys(_origin(record) for record in records))
+def origins(records: Sequence[Record]) -> list[str]:
+    """Where these records come from, each different answer once; and whose kernels are no longer those measured."""
+    told = list(dict.fromkeys(origin_of(record) for record in records))
+    changed = " and ".join(changed_ports(records))
+    return told + ([f"The sources of {changed}, or of common, have changed since"] if changed else [])
 
 
-def _origin(record: Record) -> str:
+def origin_of(record: Record) -> str:
+    """Where a record comes from: card, driver, versions, commit, date."""
     facts = record["provenance"]
     interpreted = ", in Triton's interpreter" if facts["interpreted"] else ""
     return in_words(facts) + ("" if facts["date"] else ", of a date that was not recorded") + interpreted
+
+
+def changed_ports(records: Iterable[Record]) -> list[str]:
+    """The ports of records whose sources, or `common`, are no longer those that the records were made with."""
+    made_of = {source for record in records for source in _sources(record)}
+    return sorted({port for port, digest in made_of if have_changed(port, digest)})
+
+
+def _sources(record: Record) -> Iterator[tuple[str, str]]:
+    """The ports of a record, with the hashes of the sources that it was made with."""
+    if record["kind"] == "disagreement":
+        sources = record["sources"]
+    else:
+        sources = {record["contestant" if record["kind"] == "memory" else "port"]: record["sources"]}
+    for name, digest in sources.items():
+        if own_name(name) in common.port_names() and digest is not None:
+            yield own_name(name), digest

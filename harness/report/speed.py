@@ -69,11 +69,10 @@ def speed_parts(runs: Sequence[Run]) -> list[Part]:
 def _part(run: Run, records: list[Record]) -> Part:
     direction = records[0]["direction"]
     facets = {"path": run.path, "direction": direction}
-    words = SPAN_WORDS[direction]
     cards = [_card(run, members) for members in _families(records) if any(record["samples"] for record in members)]
     across = [page_table(table, facets) for table in across_tables(records, {})]
     ports = [page_table(table, facets) for table in (*port_tables(records), *beside_itself(records))]
-    return Part(f"{words[0].upper()}{words[1:]}, {run.path}, from {run.file}", facets, cards, across, ports)
+    return Part(f"{SPAN_WORDS[direction].capitalize()}, {run.path}, from {run.file}", facets, cards, across, ports)
 
 
 def _families(records: Sequence[Record]) -> list[list[Record]]:

@@ -71,4 +71,4 @@ def style_of(cell: str) -> str:
         return "none"
     if cell.startswith("pass") or cell.endswith(" pass"):
         return "pass"
-    return "long" if len(cell) > LONG else ""
+    return "long" if len(cell) > LONG and " " in cell else ""

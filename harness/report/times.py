@@ -81,7 +81,7 @@ def _row(case: str, records: Sequence[Record]) -> Row:
     timed_with = set()
     for record in records:
         verdicts = _verdicts(record)
-        failures |= {name: reason for name, (verdict, reason) in verdicts.items() if verdict == "fail"}
+        failures |= {name: words for name, (verdict, words) in verdicts.items() if verdict == "fail"}
         timing = timing_of(record)
         if timing is None:
             continue
@@ -91,14 +91,14 @@ def _row(case: str, records: Sequence[Record]) -> Row:
             if name in timing.host_us and name not in times:
                 times[name] = _time(name, verdict, timing, baseline_of(record), record["flops"])
     order = sorted(times.values(), key=lambda time: time.who.rank)
-    failed = [(Contestant(name), reason) for name, reason in failures.items() if name not in times]
+    failed = [(Contestant(name), words) for name, words in failures.items() if name not in times]
     failed.sort(key=lambda pair: pair[0].rank)
     return Row(case, problem_of(records[0]["problem"]), tuple(order), tuple(failed), len(timed_with) <= 1)
 
 
 def _verdicts(record: Record) -> dict[str, tuple[str, str]]:
     """The verdicts on a record's port and its baselines, and what is shown of those that failed."""
-    told = {b["port"]: (b["verdict"], f"FAIL {b['reason']}") for b in record["baselines"]}
+    told = {b["port"]: (b["verdict"], f"FAIL {b['reason']}".strip()) for b in record["baselines"]}
     return told | {record["port"]: (record["verdict"], verdict_cell([check_of(record)]))}
 
 

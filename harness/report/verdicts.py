@@ -61,7 +61,7 @@ def verdicts(runs: Sequence[Run]) -> Verdicts | None:
 
 
 def _part(run: Run) -> Part:
-    checks = _single(run.of("check"))
+    checks = checks_of(run)
     ports = list(dict.fromkeys(record["port"] for record in checks))
     failures = [
         Failure(facets_of(record) | {"who": record["port"]}, f"{_about(record)}: {line}")
@@ -80,10 +80,11 @@ def _part(run: Run) -> Part:
     )
 
 
-def _single(records: list[Record]) -> list[Record]:
-    """Without the launches of forward and backward together, which pass when both of these do, where these are here."""
-    single = [record for record in records if record["direction"] != "both"]
-    return single or records
+def checks_of(run: Run) -> list[Record]:
+    """The checks of a run; those of forward and backward in one launch, which repeat these two, only where it has no
+    others."""
+    checks = run.of("check")
+    return [record for record in checks if record["direction"] != "both"] or checks
 
 
 def _about(record: Record) -> str:

@@ -34,7 +34,7 @@
       if (nothing) nothing.hidden = own.length === 0 || own.some(isShown);
     }
     document.querySelectorAll("svg.bars").forEach(closeRanks);
-    document.getElementById("shown").value = ["picture", "row"].map(counted).join(", ");
+    document.getElementById("shown").textContent = ["picture", "row"].map(counted).join(", ");
   }
 
   function counted(kind) {
@@ -73,10 +73,16 @@
     apply();
   }
 
+  // What is scrolled to comes to lie below the filters, which stay at the top.
+  function makeRoom() {
+    document.documentElement.style.scrollPaddingTop = `${box.offsetHeight + 16}px`;
+  }
+
   form.addEventListener("change", () => { write(); apply(); });
   form.addEventListener("reset", () => setTimeout(() => { write(); apply(); }));
   form.addEventListener("submit", (event) => event.preventDefault());
   window.addEventListener("hashchange", read);
+  new ResizeObserver(makeRoom).observe(box);
   // A link within the page scrolls, and leaves the state in the address alone.
   for (const link of document.querySelectorAll("a[href^='#']")) {
     link.addEventListener("click", (event) => {
