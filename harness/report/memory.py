@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -12,6 +11,7 @@ from ..memory import MEGA
 from ..reader import Record
 from ..records import problem_of
 from ..tables import Table, problem_cells
+from .cards import Card
 from .contestants import FORMULA, Contestant
 from .curves import Axis, Curve, Point, curve_chart, name_of_lengths
 from .runs import Facets, Run, facets_of, family_of, family_title, origins
@@ -24,17 +24,6 @@ NOTE = (
     "lse, and for a backward delta, each once. The plain attention holds the scores; it is what checks count errors "
     "in, and has no verdict of its own."
 )
-
-
-@dataclass(frozen=True)
-class Card:
-    """Problems that differ in length and batch only: their pictures, and the same in numbers."""
-
-    title: str
-    facets: Facets
-    pictures: list[tuple[str, Markup]]
-    numbers: PageTable
-    origins: list[str]
 
 
 def memory_cards(runs: Sequence[Run]) -> list[Card]:

@@ -12,6 +12,7 @@ from ..reader import Record
 from ..tables import Table, problem_cells
 from ..timing import FLOP_CONVENTION, Ratio
 from .bars import Bar, bar_chart
+from .cards import Card
 from .contestants import Contestant
 from .curves import Axis, Curve, Point, curve_chart, name_of_lengths
 from .runs import Facets, Run, facets_of, family_of, family_title, origins
@@ -31,18 +32,6 @@ INTERVALS = (
 
 
 @dataclass(frozen=True)
-class Card:
-    """Problems that differ in length and batch only: their pictures, and the same in numbers."""
-
-    title: str
-    facets: Facets
-    pictures: list[tuple[str, Markup]]
-    numbers: PageTable
-    origins: list[str]
-    notes: list[str]
-
-
-@dataclass(frozen=True)
 class Part:
     """What was timed of one run and direction. across, ports: the tables of `harness bench`."""
 
@@ -51,6 +40,7 @@ class Part:
     cards: list[Card]
     across: list[PageTable]
     ports: list[PageTable]
+    origins: list[str]
 
 
 def speed_parts(runs: Sequence[Run]) -> list[Part]:
@@ -72,7 +62,8 @@ def _part(run: Run, records: list[Record]) -> Part:
     cards = [_card(run, members) for members in _families(records) if any(record["samples"] for record in members)]
     across = [page_table(table, facets) for table in across_tables(records, {})]
     ports = [page_table(table, facets) for table in (*port_tables(records), *beside_itself(records))]
-    return Part(f"{SPAN_WORDS[direction].capitalize()}, {run.path}, from {run.file}", facets, cards, across, ports)
+    title = f"{SPAN_WORDS[direction].capitalize()}, {run.path}, from {run.file}"
+    return Part(title, facets, cards, across, ports, origins(records))
 
 
 def _families(records: Sequence[Record]) -> list[list[Record]]:
