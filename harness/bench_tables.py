@@ -9,7 +9,7 @@ import numpy as np
 from .baselines import BASELINES
 from .environment import path_title
 from .jobs import own_name
-from .provenance import commit_and_date
+from .provenance import in_words
 from .reader import Record
 from .records import problem_of, tile_of, timing_of
 from .tables import Table, problem_cells
@@ -32,10 +32,12 @@ def title_of(name: str) -> str:
 
 def bench_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list[Table]:
     """The tables. missing: the reasons of the ports that could not run, by name."""
-    tables = [_port_table(rows) for rows in grouped(records, "port").values()]
-    tables += across_tables(records, missing)
-    tables += _beside_itself(records)
-    return tables
+    return [*port_tables(records), *across_tables(records, missing), *beside_itself(records)]
+
+
+def port_tables(records: Sequence[Record]) -> list[Table]:
+    """One table for each port, direction and path: time, speed beside the first baseline, host and compile time."""
+    return [_port_table(rows) for rows in grouped(records, "port").values()]
 
 
 def grouped(records: Iterable[Record], *more: str) -> dict[tuple[str, ...], list[Record]]:
@@ -130,9 +132,7 @@ def _complaints(record: Record) -> list[str]:
 
 
 def _provenance(records: Sequence[Record]) -> list[str]:
-    facts = records[0]["provenance"]
-    versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    return [f"{facts['card']}, driver {facts['driver']}, {versions}, {commit_and_date(facts)}. {FLOP_CONVENTION}"]
+    return [f"{in_words(records[0]['provenance'])}. {FLOP_CONVENTION}"]
 
 
 def across_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list[Table]:
@@ -178,7 +178,7 @@ def _across_cell(name: str, row: Mapping[str, Record], missing: Mapping[str, str
     return f"FAIL: {beside['reason']}" if beside["verdict"] == "fail" else beside["reason"] or beside["verdict"]
 
 
-def _beside_itself(records: Sequence[Record]) -> list[Table]:
+def beside_itself(records: Sequence[Record]) -> list[Table]:
     """Of a port that was timed twice: the ratio of the two, whose interval should contain 100 %."""
     twice = [record for record in records if own_name(record["port"]) != record["port"] and record["samples"]]
     if not twice:

@@ -1,4 +1,4 @@
-"""The command line: `main`, and the commands that read what is there: doctor, tables, compare.
+"""The command line: `main`, and the commands that read what is there: doctor, tables, report, compare.
 
 What a command does is in the module of its name.
 """
@@ -73,6 +73,30 @@ def tables_command(
     if not tables:
         raise UsageError("no record there holds a timing: these come from harness run on a GPU")
     print_tables(tables, form)
+
+
+@app.command("report", short_help="Records as one HTML page.")
+def report_command(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files of records; default, the kept ones.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page is written.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page of records: verdicts, bars of TFLOP/s, time and memory against N, and all the tables.
+
+    It takes what --json of run, bench, matrix and memory has written. The page loads nothing: it can be mailed, and
+    opens from disk. Its filters are kept in its address, so that a link shows the same view.
+
+    Exit status: 0 all good, 2 wrong usage.
+
+    \b
+    Examples:
+      harness report
+      harness report matrix.jsonl bench.jsonl memory.jsonl --out h200.html
+    """
+    from .report import report
+
+    print(report(files or (), out))
 
 
 @app.command("compare", short_help="What is faster, slower or wrong since.")

@@ -123,6 +123,13 @@ def provenance(device: torch.device, *, interpreted: bool) -> dict[str, Any]:
     return facts
 
 
+def in_words(facts: dict[str, Any]) -> str:
+    """The provenance of a record in one line: the card and its driver, versions, commit, date."""
+    card = f"{facts['card']}, driver {facts['driver']}" if facts["card"] else "the CPU"
+    versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    return f"{card}, {versions}, {commit_and_date(facts)}"
+
+
 def commit_and_date(facts: dict[str, Any]) -> str:
     """Of what and when a record was made, in words, from its provenance; of when, as far as it is known."""
     commit = f"commit {(facts['git']['commit'] or 'unknown')[:10]}"

@@ -36,7 +36,7 @@ class RecordFile:
         self.path = path
         # Before anything is opened: a pipe would wait for a reader, and the end would replace a device by a file.
         for place in (path, path.with_name(path.name + ".partial") if path.name else path):
-            _check_place(path, place)
+            check_place(path, place)
         self.partial = path.with_name(path.name + ".partial")
         try:
             self._file: TextIO = self.partial.open("w", encoding="utf-8")
@@ -63,7 +63,7 @@ class RecordFile:
             os.replace(self.partial, self.path)
 
 
-def _check_place(path: Path, place: Path) -> None:
+def check_place(path: Path, place: Path, option: str = "--json") -> None:
     """Raises UsageError unless the place of a file of `--json path` is free, or a regular file's (links followed)."""
     try:
         mode = place.stat().st_mode
@@ -71,11 +71,11 @@ def _check_place(path: Path, place: Path) -> None:
         return  # also a link to nowhere, which the file replaces
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--json {path} cannot be written: {reason}") from error
+        raise UsageError(f"{option} {path} cannot be written: {reason}") from error
     if not stat.S_ISREG(mode):
         kind = next((kind for test, kind in _KINDS if test(mode)), "something else")
         of = "" if place == path else f": {place.name}"
-        raise UsageError(f"--json {path} cannot be written{of}: it is {kind}, no regular file")
+        raise UsageError(f"{option} {path} cannot be written{of}: it is {kind}, no regular file")
 
 
 _KINDS = (

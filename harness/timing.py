@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,8 +123,7 @@ class Timing:
 
     def rate(self, name: str, work: float) -> Ratio:
         """Work over the median milliseconds of a contestant: TFLOP/s, when the work is FLOPs / 1e9."""
-        samples = self.samples(name)
-        return ratio_of_medians([work] * len(samples), samples)
+        return ratio_of_medians([work] * len(self.rounds), self.samples(name))
 
     @property
     def throttled(self) -> int:
@@ -176,11 +176,16 @@ def ratio_of_medians(
     rounds = pairs.shape[-1]
     if rounds == 0:
         raise ValueError("no rounds to compare")
-    drawn = np.random.default_rng(seed).integers(rounds, size=(resamples, rounds))
-    medians = np.median(pairs[:, drawn], axis=-1)  # [2, resamples]
+    medians = np.median(pairs[:, _draws(seed, rounds, resamples)], axis=-1)  # [2, resamples]
     low, high = np.quantile(medians[0] / medians[1], (0.025, 0.975))
     above, below = np.median(pairs, axis=-1)
     return Ratio(float(above / below), float(low), float(high))
+
+
+@lru_cache(maxsize=16)
+def _draws(seed: int, rounds: int, resamples: int) -> np.ndarray:
+    """Which rounds each resample is made of, `[resamples, rounds]`: the same for every pair of contestants."""
+    return np.random.default_rng(seed).integers(rounds, size=(resamples, rounds))
 
 
 def measure(

@@ -1,0 +1,146 @@
+"""What a report is made of: the records of its files by code path, and by what the page can filter them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+from common import DTYPE_NAMES, Problem
+
+from ..bench_tables import path_of
+from ..errors import UsageError, one_line
+from ..inputs import InputSpec
+from ..jobs import own_name
+from ..provenance import in_words
+from ..published import have_changed
+from ..reader import Record, read_records
+from ..records import check_of, disagreement_of, problem_of
+
+KINDS = ("check", "disagreement", "memory")
+LEAST_MS = 1e-6  # no launch takes less than a nanosecond
+CELL = ("kind", "suite", "case", "problem", "inputs", "direction", "port", "ports", "contestant", "tensor")
+
+Facets = dict[str, str]  # by the names of the page's filters: path, direction, d, mask, dtype, who
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one file and one code path, which is what one table or picture may hold.
+
+    Times compare within a run, whose contestants were timed by turns; two files are two runs.
+    """
+
+    file: str
+    path: str
+    records: tuple[Record, ...]
+
+    def of(self, kind: str) -> list[Record]:
+        """The records of a kind."""
+        return [record for record in self.records if record["kind"] == kind]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs in these files, in their order. Where a file has a cell twice, the later record counts.
+
+    Raises UsageError for a file that cannot be read, holds something else than records, or none that a report shows.
+    """
+    names = [path.name for path in paths]
+    runs = []
+    for path in paths:
+        by_path: dict[str, dict[str, Record]] = {}
+        for record in read_records(path, KINDS):
+            wrong = _fault(record)
+            if wrong is not None:
+                raise UsageError(f"{path} holds a record that cannot be shown: {wrong}")
+            cell = json.dumps([record.get(name) for name in CELL], sort_keys=True)
+            by_path.setdefault(path_of(record), {})[cell] = record
+        file = path.name if names.count(path.name) == 1 else str(path)
+        runs += [Run(file, where, tuple(records.values())) for where, records in by_path.items()]
+    return runs
+
+
+def _fault(record: Record) -> str | None:
+    """What is wrong with a record beyond its schema: values that contradict each other, or that no machine gives."""
+    try:
+        problem_of(record["problem"])
+        InputSpec(**record["inputs"])
+        if record["kind"] == "check":
+            check_of(record)
+            return _timing_fault(record) if record["samples"] else None
+        if record["kind"] == "disagreement":
+            disagreement_of(record)
+        if record["kind"] == "memory":
+            _ = [float(record[name] or 0) for name in ("peak_bytes", "extra_bytes", "formula_bytes")]
+    except (ValueError, TypeError, OverflowError) as error:
+        return one_line(error)
+    return None
+
+
+def _timing_fault(record: Record) -> str | None:
+    contestants = set(record["host_us"] or ())
+    if record["port"] not in contestants:
+        return f"samples without {record['port']}"
+    if any(set(sample["ms"]) != contestants for sample in record["samples"]):
+        return "samples of which not all have a time of every contestant"
+    if min(min(sample["ms"].values()) for sample in record["samples"]) < LEAST_MS or float(record["flops"]) < 1:
+        return "a timing of nothing"
+    return None
+
+
+def facets_of(record: Record) -> Facets:
+    """By what a record can be filtered."""
+    about = {"path": path_of(record), "direction": record["direction"]}
+    return about | problem_facets(problem_of(record["problem"]))
+
+
+def problem_facets(problem: Problem) -> Facets:
+    """By what a problem can be filtered."""
+    return {"d": str(problem.head_dim), "mask": str(problem.mask), "dtype": DTYPE_NAMES[problem.dtype]}
+
+
+def family_of(record: Record) -> tuple[object, ...]:
+    """What the records of one card share: the suite, the direction, and their problem but for lengths and batch."""
+    p = problem_of(record["problem"])
+    fixed = p.head_dim, str(p.mask), p.dtype, p.heads_q, p.heads_kv, p.len_q == p.len_k
+    return record["suite"], record["direction"], *fixed
+
+
+def family_title(record: Record) -> str:
+    """A family in words, without its direction."""
+    p = problem_of(record["problem"])
+    heads = f"{p.heads_q} heads" if p.group == 1 else f"{p.heads_q}/{p.heads_kv} heads"
+    return f"D {p.head_dim}, {p.mask}, {DTYPE_NAMES[p.dtype]}, {heads}, suite {record['suite']}"
+
+
+def origins(records: Sequence[Record]) -> list[str]:
+    """Where these records come from, each different answer once; and whose kernels are no longer those measured."""
+    told = list(dict.fromkeys(origin_of(record) for record in records))
+    changed = " and ".join(changed_ports(records))
+    return told + ([f"The sources of {changed}, or of common, have changed since"] if changed else [])
+
+
+def origin_of(record: Record) -> str:
+    """Where a record comes from: card, driver, versions, commit, date."""
+    facts = record["provenance"]
+    interpreted = ", in Triton's interpreter" if facts["interpreted"] else ""
+    return in_words(facts) + ("" if facts["date"] else ", of a date that was not recorded") + interpreted
+
+
+def changed_ports(records: Iterable[Record]) -> list[str]:
+    """The ports of records whose sources, or `common`, are no longer those that the records were made with."""
+    made_of = {source for record in records for source in _sources(record)}
+    return sorted({port for port, digest in made_of if have_changed(port, digest)})
+
+
+def _sources(record: Record) -> Iterator[tuple[str, str]]:
+    """The ports of a record, with the hashes of the sources that it was made with."""
+    if record["kind"] == "disagreement":
+        sources = record["sources"]
+    else:
+        sources = {record["contestant" if record["kind"] == "memory" else "port"]: record["sources"]}
+    for name, digest in sources.items():
+        if own_name(name) in common.port_names() and digest is not None:
+            yield own_name(name), digest

@@ -1,0 +1,139 @@
+"""Verdicts: the matrix of problems and ports, what failed in words, and how far the ports are apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..checks import RULE
+from ..inputs import InputSpec
+from ..matrix import Row, pairs_table, places_table, verdict_cell
+from ..reader import Record
+from ..records import check_of, disagreement_of, problem_of
+from ..suites import Case
+from ..tables import Table
+from ..trial import Check
+from .runs import Facets, Run, facets_of, origins
+from .tables import PageTable, page_table
+
+COUNTED = ("pass", "fail", "unsupported")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A check that failed, in words."""
+
+    facets: Facets
+    words: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """The verdicts of one run. counts: a sentence for each port. apart: the tables that compare ports."""
+
+    title: str
+    facets: Facets
+    counts: list[str]
+    matrix: PageTable
+    failures: list[Failure]
+    apart: list[PageTable]
+    origins: list[str]
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The content of the section. rule: what is allowed."""
+
+    parts: list[Part]
+    rule: str = RULE
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ports were compared with each other."""
+        return any(part.apart for part in self.parts)
+
+
+def verdicts(runs: Sequence[Run]) -> Verdicts | None:
+    """The content of the section, a part for each run that checked something; None where none did."""
+    parts = [_part(run) for run in runs if run.of("check")]
+    return Verdicts(parts) if parts else None
+
+
+def _part(run: Run) -> Part:
+    checks = checks_of(run)
+    ports = list(dict.fromkeys(record["port"] for record in checks))
+    failures = [
+        Failure(facets_of(record) | {"who": record["port"]}, f"{_about(record)}: {line}")
+        for record in checks
+        for line in check_of(record).complaints()
+    ]
+    facets = {"path": run.path}
+    return Part(
+        title=f"{run.path}, from {run.file}",
+        facets=facets,
+        counts=[_count(port, [record for record in checks if record["port"] == port]) for port in ports],
+        matrix=_matrix(run, checks, ports),
+        failures=failures,
+        apart=[page_table(table, facets) for table in _apart(run, ports)],
+        origins=origins(checks),
+    )
+
+
+def checks_of(run: Run) -> list[Record]:
+    """The checks of a run; those of forward and backward in one launch, which repeat these two, only where it has no
+    others."""
+    checks = run.of("check")
+    return [record for record in checks if record["direction"] != "both"] or checks
+
+
+def _about(record: Record) -> str:
+    return f"{record['port']}, {record['case']}, {record['problem']['id']}, {record['direction']}"
+
+
+def _count(port: str, records: Sequence[Record]) -> str:
+    seen = Counter(record["verdict"] for record in records)
+    told = ", ".join(f"{seen[verdict]} {verdict}" for verdict in COUNTED)
+    problems = {(record["suite"], record["case"], record["problem"]["id"]) for record in records}
+    return f"{port}: {len(records)} checks of {len(problems)} problems: {told}"
+
+
+def _matrix(run: Run, records: Sequence[Record], ports: Sequence[str]) -> PageTable:
+    table = Table(
+        f"Verdicts, {run.path}: the largest error / allowed error and its tensor, above 1 is wrong",
+        ("case", "problem", "direction", *ports),
+        labels=3,
+    )
+    rows: dict[tuple[str, str, str, str], dict[str, Record]] = {}
+    for record in records:
+        key = record["suite"], record["case"], record["problem"]["id"], record["direction"]
+        rows.setdefault(key, {})[record["port"]] = record
+    for (_, case, problem, direction), row in rows.items():
+        cells = (_cell(check_of(row[port])) if port in row else "–" for port in ports)
+        some = next(iter(row.values()))
+        table.add(case, problem, direction, *cells, problem=problem_of(some["problem"]))
+    return page_table(table, {"path": run.path}, rows=[{"direction": direction} for *_, direction in rows])
+
+
+def _cell(check: Check) -> str:
+    told = verdict_cell([check])
+    return f"pass {told}".strip() if check.verdict == "pass" else told
+
+
+def _apart(run: Run, ports: Sequence[str]) -> list[Table]:
+    """Ports × ports, and where each two are furthest apart; none where they were not compared."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    for record in run.records:
+        if record["kind"] not in ("check", "disagreement") or record["direction"] == "both":
+            continue
+        key = record["suite"], record["case"], record["problem"]["id"]
+        case = Case(record["case"], problem_of(record["problem"]), InputSpec(**record["inputs"]), why="")
+        row = rows.setdefault(key, Row(case, []))
+        if record["kind"] == "check":
+            row.checks.append(check_of(record))
+        else:
+            row.apart.append(disagreement_of(record))
+    if not any(row.apart for row in rows.values()):
+        return []
+    told = list(rows.values())
+    return [pairs_table(ports, told), places_table(ports, told)]
