@@ -64,7 +64,10 @@ def dq_warps(problem: Problem, tile: Tile) -> int | None:
     ways = [
         (tile.block_m // rows + block_d * rows // tile.warps, -rows)
         for rows in range(1, tile.warps + 1)
-        if tile.warps % rows == 0 and tile.block_m % (16 * rows) == 0 and block_d % (16 * tile.warps // rows) == 0
+        if tile.warps % rows == 0
+        and _is_power_of_two(tile.warps // rows)
+        and tile.block_m % (16 * rows) == 0
+        and block_d % (16 * tile.warps // rows) == 0
     ]
     return -min(ways)[1] if ways else None
 
@@ -102,6 +105,8 @@ def check_backward(problem: Problem, target: Target, tile: Tile) -> None:
     if tile.warps % keys:
         raise Unsupported(f"key_warps must divide warps, got tile {tile}")
     others, part = tile.warps // keys, tile.block_m // tile.get("parts", 1)
+    if not _is_power_of_two(others):  # as are the panels of a tile in shared memory, whose columns they share
+        raise Unsupported(f"warps / key_warps must be a power of two, got tile {tile}")
     if tile.block_m % tile.get("parts", 1) or (others > 1 and tile.get("parts", 1) > 1):
         raise Unsupported(f"parts must divide block_m, and be 1 unless all warps are key_warps, got tile {tile}")
     if ROW_PADDING % tile.block_m or ROW_PADDING % dq.block_m:
@@ -128,3 +133,7 @@ def check_backward(problem: Problem, target: Target, tile: Tile) -> None:
             f"a warp of dq_kernel holds whole rows of scores, 16 at a time: dq_block_m must be a multiple of 16 for "
             f"each warp and dq_block_n of 16, got {dq}"
         )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

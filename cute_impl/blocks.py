@@ -105,9 +105,7 @@ class RowCopy:
     def __init__(self, dtype, ROWS, COLS, THREADS, thread):
         pieces = math.gcd(COLS, 64) // VECTOR
         self.threads = math.gcd(THREADS, ROWS * pieces)
-        rows = self.threads // pieces
-        if rows % 8 and 8 % rows:  # the 8 rows of a panel come in whole passes, or a pass in whole panels
-            self.threads = pieces * math.gcd(rows, 8)
+        self.threads &= -self.threads  # a power of two of rows a pass, as panels have them
         self.has_idle_threads = self.threads < THREADS
         self.thread = thread
         self.cols = COLS

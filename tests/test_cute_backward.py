@@ -154,6 +154,8 @@ def test_warps_share_dq_out_so_that_they_read_least() -> None:
     assert dq_warps(problem_of(128), Tile(64, 128, 8)) == 2
     assert dq_warps(problem_of(16), Tile(64, 64, 4)) == 4
     assert dq_warps(problem_of(96), Tile(32, 128, 8)) is None
+    assert dq_warps(problem_of(96), Tile(32, 96, 6)) is None
+    assert dq_warps(problem_of(96), Tile(96, 96, 6)) == 3
 
 
 def test_the_tile_of_dq_is_the_extras_or_one_that_fits() -> None:
@@ -171,6 +173,7 @@ def test_the_tile_of_dq_is_the_extras_or_one_that_fits() -> None:
         (Tile(96, 64, 4), "divide 128"),
         (Tile(64, 96, 4), "block_n must be a multiple of 16·4"),
         (tile(64, 64, 4, 2, key_warps=3), "key_warps must divide warps"),
+        (tile(96, 32, 6, 1, key_warps=2), "warps / key_warps must be a power of two"),
         (tile(16, 64, 4, 2, key_warps=2), "of 16·2"),
         (Tile(128, 16, 1), "at most 64 for each warp"),
         (tile(32, 256, 4, 1, v_in_registers=1), "V must fit"),
