@@ -154,6 +154,7 @@ class Port(ABC):
         target: Target,
         direction: Direction,
         *,
+        switches: Switches | None = None,
         dlse: bool = False,
         deterministic: bool = False,
     ) -> Sequence[Kernel]:
@@ -163,8 +164,9 @@ class Port(ABC):
         """
         if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
             return ()
-        tile = self.choose_tile(problem, target, direction, None, _ALL_ON)
-        return self._kernels(problem, target, direction, tile, dlse, deterministic)
+        switches = _ALL_ON if switches is None else switches
+        tile = self.choose_tile(problem, target, direction, None, switches)
+        return self._kernels(problem, target, direction, tile, switches, dlse, deterministic)
 
     def forward(
         self,
@@ -264,7 +266,14 @@ class Port(ABC):
         raise NotImplementedError
 
     def _kernels(
-        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        tile: Tile,
+        switches: Switches,
+        dlse: bool,
+        deterministic: bool,
     ) -> Sequence[Kernel]:
         return ()
 

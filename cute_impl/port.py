@@ -70,12 +70,19 @@ class CutePort(Port):
         return build(problem, target, direction, tile, switches)
 
     def _kernels(
-        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        tile: Tile,
+        switches: Switches,
+        dlse: bool,
+        deterministic: bool,
     ) -> Sequence[Code]:
         if direction == "forward":
-            launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches())
+            launches: Sequence[Launch] = plan_forward(problem, target, tile, switches)
         else:
-            launches = plan_backward(problem, target, tile, Switches(), dlse, deterministic)
+            launches = plan_backward(problem, target, tile, switches, dlse, deterministic)
         return [launch.code for launch in launches]
 
     def _forward(

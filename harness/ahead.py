@@ -10,30 +10,33 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 
-from common import Direction, Problem
+from common import Direction, Kernel, Problem
 
 from .environment import core_count
 from .isolation import Caller, Lost, Worker
 from .jobs import Setting
+from .names import own_name, switches_of
 from .session import Session, in_order, progress
 
 PROCESSES_MOST = 16  # each takes about 1 GB
 WORTH_IT = 3  # kernels; a process takes seconds to start
 
 
-def compile_ahead(session: Session) -> int:
+def compile_ahead(session: Session, names: Sequence[str] | None = None) -> int:
     """Compiles what the checks and timings of a session launch, as far as its ports ask for it: how many kernels.
 
-    Only for a GPU, and not in the harness's own process. What cannot be compiled is left to the check that needs it,
-    which will say why.
+    names: the contestants, by default the ports as they are. Only for a GPU, and not in the harness's own process. What
+    cannot be compiled is left to the check that needs it, which will say why.
     """
     request, setting = session.request, session.setting
     if not (session.environment.has_gpu and request.isolated):
         return 0
     problems = tuple(case.problem for case in session.suite.cases if not session.earlier(case))
     try:
-        kernels = session.callers[0].call(kernels_of, setting, tuple(session.ports), problems, request.each)
+        names = tuple(session.ports) if names is None else names
+        kernels = session.callers[0].call(kernels_of, setting, names, problems, request.each)
     except Lost:
         return 0
     cores = core_count()
@@ -61,18 +64,18 @@ def compile_ahead(session: Session) -> int:
 def kernels_of(
     setting: Setting, names: Sequence[str], problems: Sequence[Problem], directions: Sequence[Direction]
 ) -> list[bytes]:
-    """The kernels, each once; called in a worker.
+    """The kernels of contestants, each once; called in a worker.
 
     A check has the backward take the gradient of lse in one call, and be deterministic without it in another.
     """
-    found = {}
+    found: dict[Kernel, None] = {}
     for name in names:
-        port = setting.open_port(name)
-        for problem in problems:
-            for direction in directions:
-                forms = [{}] if direction == "forward" else [{"dlse": True}, {"deterministic": True}]
-                for form in forms:
-                    found.update(dict.fromkeys(port.kernels(problem, setting.target, direction, **form)))
+        port, target, switches = setting.open_port(own_name(name)), setting.target_of(name), switches_of(name)
+        for problem, direction in product(problems, directions):
+            forms: list[dict[str, bool]] = [{}] if direction == "forward" else [{"dlse": True}, {"deterministic": True}]
+            for form in forms:
+                kernels = port.kernels(problem, target, direction, switches=switches, **form)
+                found.update(dict.fromkeys(kernels))
     return [pickle.dumps(kernel) for kernel in found]
 
 

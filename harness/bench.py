@@ -12,14 +12,15 @@ from common import Direction, Port
 
 from . import jobs, timing
 from .baselines import BASELINES
-from .baselines.protocol import SPANS, Span, flops_of
+from .baselines.protocol import SPANS, Span
 from .bench_tables import bench_tables
 from .environment import Environment
 from .errors import UsageError, one_of
 from .isolation import Caller, Lost, Worker
-from .jobs import TimedRow, own_name
+from .names import own_name
 from .reader import Record
 from .records import RecordFile, check_of, check_record
+from .rows import rival, time_passed
 from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, status_of
 from .suites import Case
 from .tables import print_tables
@@ -148,8 +149,8 @@ def _case(this: Bench, caller: Caller, case: Case) -> None:
             label: together(span, [checks[own_name(label), direction] for direction in SPANS[span]])
             for label in (*this.labels, *request.baselines)
         }
-        row, lost = _time(this, caller, case, span, contestants)
-        beside = [_of_row(contestants[name], row) for name in request.baselines]
+        row = time_passed(session, caller, case, span, contestants, request.rounds)
+        beside = [rival(contestants[name], row) for name in request.baselines]
         for label in this.labels:
             check = replace(contestants[label], port=label)
             seconds = [warm[own_name(label), direction] for direction in SPANS[span]]
@@ -157,13 +158,12 @@ def _case(this: Bench, caller: Caller, case: Case) -> None:
             compile_s = None
             if len(known) == len(seconds) and check.seconds:
                 compile_s = {"cold": check.seconds[0], "warm": sum(known)}
-            timed = row.timing is not None and label in row.timing.host_us
             record = check_record(
                 check,
                 sources=session.ports[own_name(label)],
                 **session.about(case),
-                timing=row.timing if timed else None,
-                untimed=lost or (f"it {row.dropped[label]}" if label in row.dropped else ""),
+                timing=row.of(label),
+                untimed=row.untimed(label),
                 baselines=beside,
                 compile_s=compile_s,
             )
@@ -174,21 +174,6 @@ def _is_complete(record: Record, request: BenchRequest) -> bool:
     """Whether nothing that was asked for is left to do."""
     rivals = [b["port"] for b in record["baselines"]]
     return rivals == list(request.baselines) and (bool(record["samples"]) or record["verdict"] != "pass")
-
-
-def _time(this: Bench, caller: Caller, case: Case, span: Span, contestants: dict[str, Check]) -> tuple[TimedRow, str]:
-    """The timing of those that passed; and why there is none, where it was lost."""
-    passed = [label for label, check in contestants.items() if check.verdict == "pass"]
-    if not flops_of(case.problem, span) or not any(label in passed for label in this.labels):
-        return TimedRow(None, {}), ""
-    return this.session.time(caller, passed, case, span, this.request.rounds)
-
-
-def _of_row(check: Check, row: TimedRow) -> Check:
-    """A baseline's check, with the reason why it has no time."""
-    if check.port in row.dropped:
-        return replace(check, reason=f"not timed, it {row.dropped[check.port]}")
-    return replace(check, reason=check.reason or "".join(check.complaints()[:1]))
 
 
 def _warm(this: Bench, case: Case, check: Check) -> float | None:

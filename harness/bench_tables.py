@@ -8,8 +8,8 @@ import numpy as np
 
 from .baselines import BASELINES
 from .environment import path_title
-from .jobs import own_name
-from .provenance import in_words
+from .names import own_name
+from .provenance import have_changed, in_words
 from .reader import Record
 from .records import problem_of, tile_of, timing_of
 from .tables import Table, problem_cells
@@ -63,13 +63,13 @@ def _port_table(records: Sequence[Record]) -> Table:
     )
     for record in records:
         table.add(*_port_cells(record, beside), problem=problem_of(record["problem"]))
-        table.notes += _complaints(record)
+        table.notes += complaints_of(record)
     for baseline in first["baselines"]:
         reasons = {
             b["reason"] for r in records for b in r["baselines"] if b["port"] == baseline["port"] and b["reason"]
         }
         table.notes += [f"{title_of(baseline['port'])}: {reason}" for reason in sorted(reasons)]
-    table.notes += _provenance(records)
+    table.notes += provenance_notes(records)
     table.notes.append(
         "host µs: until the call returns. cold s: the first call, compiled into empty caches; warm s: the first call "
         "of another process, which finds them full. A row whose kernels an earlier row brought shows less of both."
@@ -83,7 +83,7 @@ def _port_cells(record: Record, beside: str | None) -> tuple[str, ...]:
     seconds = ("–", "–") if compiled is None else (f"{compiled['cold']:.2f}", f"{compiled['warm']:.2f}")
     about = *problem_cells(problem_of(record["problem"])), str(tile_of(record["tile"]) or "–")
     if times is None:
-        return *about, *["–"] * 5, *seconds, *["–"] * 3, _verdict(record)
+        return *about, *["–"] * 5, *seconds, *["–"] * 3, check_cell(record)
     ms = times.median(port)
     percent, interval = "–", "–"
     if beside in times.host_us:
@@ -91,7 +91,7 @@ def _port_cells(record: Record, beside: str | None) -> tuple[str, ...]:
     sensors = [r.sensors for r in times.rounds]
     clock, power = (_median(x) for x in ([s.sm_mhz for s in sensors], [s.power_w for s in sensors]))
     figures = f"{ms:.4f}", f"{record['flops'] / 1e9 / ms:.1f}", percent, interval, f"{times.host_us[port]:.0f}"
-    return *about, *figures, *seconds, clock, power, f"{times.throttled}/{len(times.rounds)}", _verdict(record)
+    return *about, *figures, *seconds, clock, power, f"{times.throttled}/{len(times.rounds)}", check_cell(record)
 
 
 def _ratio_cells(times: Timing, port: str, beside: str) -> tuple[str, str]:
@@ -104,7 +104,8 @@ def _median(values: Sequence[float | None]) -> str:
     return f"{np.median(known):.0f}" if known else "–"
 
 
-def _verdict(record: Record) -> str:
+def check_cell(record: Record) -> str:
+    """The verdict, and why there is no time."""
     if record["verdict"] == "pass":
         return f"pass, not timed: {record['untimed']}" if record["untimed"] else "pass"
     why = record["reason"] or "; ".join(record["faults"])
@@ -113,8 +114,8 @@ def _verdict(record: Record) -> str:
     return f"FAIL: {why}" if why else "FAIL"
 
 
-def _complaints(record: Record) -> list[str]:
-    """What is to be said of one row beside its figures."""
+def complaints_of(record: Record) -> list[str]:
+    """What is to be said of one row beside its figures: rounds that throttled, samples that may hold host time."""
     times, name = timing_of(record), record["problem"]["id"]
     if times is None:
         return []
@@ -131,8 +132,15 @@ def _complaints(record: Record) -> list[str]:
     return notes + sorted({r.sensors.note for r in times.rounds} - {""})
 
 
-def _provenance(records: Sequence[Record]) -> list[str]:
+def provenance_notes(records: Sequence[Record]) -> list[str]:
+    """What is to be said of where the records come from, and of how they count."""
     return [f"{in_words(records[0]['provenance'])}. {FLOP_CONVENTION}"]
+
+
+def changed_notes(records: Iterable[Record]) -> list[str]:
+    """Whose sources are no longer those that were measured."""
+    changed = {own_name(r["port"]): None for r in records if have_changed(own_name(r["port"]), r["sources"])}
+    return [f"The sources of {port} or of `common` have changed since this was measured." for port in changed]
 
 
 def across_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list[Table]:
@@ -157,7 +165,7 @@ def across_tables(records: Sequence[Record], missing: Mapping[str, str]) -> list
             problem = problem_of(some["problem"])
             table.add(*problem_cells(problem), *shown, problem=problem)
             said = {name: cell for name, cell in cells.items() if not cell[0].isdigit()}
-        table.notes += _provenance(members)
+        table.notes += provenance_notes(members)
         tables.append(table)
     return tables
 
@@ -171,7 +179,7 @@ def _across_cell(name: str, row: Mapping[str, Record], missing: Mapping[str, str
     if times is not None:
         return f"{some['flops'] / 1e9 / times.median(name):.1f} pass"
     if name in row:
-        return _verdict(row[name])
+        return check_cell(row[name])
     beside = next((b for record in row.values() for b in record["baselines"] if b["port"] == name), None)
     if beside is None:
         return "–"

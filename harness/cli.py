@@ -50,7 +50,8 @@ def tables_command(
 ) -> None:
     """Print the tables that files of records make, or write those that a text quotes.
 
-    A text quotes a file of harness/results between <!-- records: FILE --> and <!-- /records -->.
+    A text quotes files of harness/results between <!-- records: FILE… --> and <!-- /records -->, or, how the ports
+    compare on a ladder, between <!-- ladder: FILE… --> and <!-- /ladder -->.
 
     Exit status: 0 all good, 2 wrong usage.
 
@@ -71,7 +72,7 @@ def tables_command(
     records = [record for path in files or () for record in read_records(path, ("check",))]
     tables = record_tables(records)
     if not tables:
-        raise UsageError("no record there holds a timing: these come from harness run on a GPU")
+        raise UsageError("no record there holds a timing: these come from a GPU")
     print_tables(tables, form)
 
 

@@ -1,4 +1,4 @@
-"""The commands that measure: bench, memory, compile."""
+"""The commands that measure: bench, ladder, memory, compile."""
 
 from __future__ import annotations
 
@@ -96,6 +96,74 @@ def bench_command(
         form=form,
     )
     raise typer.Exit(piped(lambda: bench(request, here, all_asked=impl is not None)))
+
+
+@app.command("ladder", short_help="What each optimisation is worth, rung by rung.")
+def ladder_command(
+    impl: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="The ports, or all: those that have kernels.")
+    ] = "all",
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A suite as of the other commands; default, the longest problems of walkthrough.",
+            show_default=False,
+        ),
+    ] = None,
+    direction: DirectionOption = Directions.BOTH,
+    target: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="Whose code paths: native, and ada on any card.")
+    ] = "native",
+    leave_one_out: Annotated[
+        bool, typer.Option("--leave-one-out", help="All switches on and each alone off, not one more at a time.")
+    ] = False,
+    only: OnlyOption = None,
+    skip: SkipOption = None,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 40,
+    time_limit: LimitOption = LIMIT_S,
+    isolate: IsolateOption = True,
+    resume: ResumeOption = None,
+    json: JsonOption = None,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Check and time every rung of every port: naive, tiles, skip, exp2, edges, order.
+
+    All rungs of all ports on all code paths are timed by turns, beside SDPA's flash backend. A table for each port and
+    path tells TFLOP/s, % of SDPA, and the gain over the rung before with its 95 % interval. Tables across have all
+    ports and paths beside each other, and below them one sentence for each rung says how far its gains agree. Without
+    a GPU the rungs are checked only.
+
+    Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
+
+    \b
+    Examples:
+      harness ladder --impl all --target ada,native --json ladder.jsonl
+      harness ladder --impl triton --direction forward --leave-one-out
+      harness ladder --impl triton --suite fa2 --only n4096-d128
+    """
+    here = prepare()
+    from .ladder import LadderRequest, ladder
+
+    request = LadderRequest(
+        impls=kernel_ports() if impl == "all" else names(impl),
+        suite=suite or "walkthrough",
+        longest=suite is None and only is None,
+        directions=direction,
+        target=target,
+        leave_one_out=leave_one_out,
+        only=only,
+        skip=skip,
+        seed=seed,
+        rounds=rounds,
+        limit_s=time_limit,
+        isolated=isolate,
+        resume=resume,
+        json=records_file(json, resume),
+        form=form,
+    )
+    raise typer.Exit(piped(lambda: ladder(request, here, all_asked=impl != "all")))
 
 
 @app.command("memory", short_help="Peak memory, up to where the plain attention has none left.")

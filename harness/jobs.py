@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
 from typing import ClassVar
@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 import common
-from common import Build, Direction, Port, Problem, Switches, Target, Unsupported
+from common import Build, Direction, Port, Problem, Target, Unsupported
 from reference import naive_backward, naive_forward
 
 from . import timing
@@ -28,6 +28,7 @@ from .environment import Environment
 from .errors import one_line
 from .inputs import Inputs, InputSpec, make_inputs
 from .isolation import Caller, Lost
+from .names import own_name, path_name, switches_of
 from .provenance import sources_hash
 from .suites import Case
 from .timing import Contestant, CudaStopwatch, Timing
@@ -42,14 +43,12 @@ def open_port(name: str) -> Port:
     return common.port(name)
 
 
-def own_name(name: str) -> str:
-    """The name of a port or baseline, of one that is a contestant more than once as `triton`, `triton#2`."""
-    return name.partition("#")[0]
-
-
 @dataclass(frozen=True)
 class Setting:
-    """What all calls of a run share. open_port: gives a port by its name."""
+    """What all calls of a run share. open_port: gives a port by its name.
+
+    Contestants are named as in `harness.names`.
+    """
 
     environment: Environment
     target: Target
@@ -57,9 +56,16 @@ class Setting:
     open_port: Callable[[str], Port] = open_port
 
     def contestant(self, name: str) -> Port | Baseline:
-        """The port or baseline of that name; `triton#2` is triton once more."""
+        """The port or baseline of that name."""
         own = own_name(name)
         return BASELINES[own] if own in BASELINES else self.open_port(own)
+
+    def target_of(self, name: str) -> Target:
+        """The target whose code path a contestant takes; a baseline runs as it is."""
+        if own_name(name) in BASELINES:
+            return self.environment.native
+        path = path_name(name)
+        return Target.named(path) if path else self.target
 
 
 class Stand:
@@ -73,7 +79,7 @@ class Stand:
             case.problem, case.inputs, seed=setting.seed, device=setting.environment.device
         )
         self.truth = Truth(case.problem, self.inputs)
-        self._port: Port | Baseline | None = None
+        self._tried: tuple[str, Port | Baseline] | None = None
         self._trial: Trial | None = None
 
     @classmethod
@@ -87,18 +93,18 @@ class Stand:
         return kept
 
     def trial(self, name: str) -> Trial:
-        """A contestant on the case, with the run's target; a baseline runs as it is."""
-        port = self._setting.contestant(name)
-        if self._trial is None or self._port is not port:
+        """A contestant on the case."""
+        tried = name, self._setting.contestant(name)
+        if self._trial is None or self._tried != tried:
             self._trial = None  # its outputs, before the next one takes memory
-            self._port, self._trial = port, self.new_trial(name)
+            self._tried, self._trial = tried, self.new_trial(name)
         return self._trial
 
     def new_trial(self, name: str) -> Trial:
         """The same, with outputs of its own."""
-        port = self._setting.contestant(name)
-        target = self._setting.environment.native if isinstance(port, Baseline) else self._setting.target
-        return Trial(port, self._case.problem, self.inputs, self.truth, target=target)
+        port, target = self._setting.contestant(name), self._setting.target_of(name)
+        about = self._case.problem, self.inputs, self.truth
+        return Trial(port, *about, target=target, switches=switches_of(name))
 
 
 @dataclass(frozen=True)
@@ -152,8 +158,14 @@ def check(setting: Setting, name: str, case: Case, direction: Direction) -> Chec
     except Exception as error:  # a card that is too small, say
         verdict: Verdict = "unsupported" if isinstance(error, torch.OutOfMemoryError) else "fail"
         reason = f"not checked, the inputs or the oracle raised {one_line(error)}"
-        return Check(name, case.problem, direction, setting.target, None, Switches(), verdict, reason=reason)
+        return blank(setting, name, case, direction, verdict, reason)
     return stand.trial(name).check(direction)
+
+
+def blank(setting: Setting, name: str, case: Case, direction: Direction, verdict: Verdict, reason: str) -> Check:
+    """The verdict on what came to no comparison, with the reason."""
+    about = name, case.problem, direction, setting.target_of(name), None, switches_of(name)
+    return Check(*about, verdict, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -194,10 +206,20 @@ def disagreements(setting: Setting, names: Sequence[str], case: Case, direction:
 
 @dataclass(frozen=True)
 class TimedRow:
-    """One table row's timing, None when nobody could be timed. dropped: who raised before it began, and how."""
+    """One table row's timing, None when there is none. dropped: who raised before it began, and how. lost: why there is
+    none of anybody."""
 
-    timing: Timing | None
-    dropped: dict[str, str]
+    timing: Timing | None = None
+    dropped: dict[str, str] = field(default_factory=dict)
+    lost: str = ""
+
+    def of(self, name: str) -> Timing | None:
+        """The timing, if that contestant is in it."""
+        return self.timing if self.timing is not None and name in self.timing.host_us else None
+
+    def untimed(self, name: str) -> str:
+        """Why a contestant that was to be in it is not; empty when it is."""
+        return self.lost or (f"it {self.dropped[name]}" if name in self.dropped else "")
 
 
 def time_row(setting: Setting, names: Sequence[str], case: Case, span: Span, rounds: int) -> TimedRow:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from common import port_package
+
 PACKAGES = {
     "torch": "torch",
     "triton": "triton",
@@ -96,6 +98,11 @@ def folder_hash(package: Path) -> str:
             digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\0".encode())
             digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def have_changed(port: str, sources: str | None) -> bool:
+    """Whether the sources of the port of that name, or those of `common`, are no longer the ones of this hash."""
+    return sources != folder_hash(ROOT / port_package(port))
 
 
 def provenance(device: torch.device, *, interpreted: bool) -> dict[str, Any]:

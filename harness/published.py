@@ -1,8 +1,9 @@
 """The tables that the README quotes, generated from the records in `harness/results/`.
 
-Between `<!-- records: FILE -->` and `<!-- /records -->` stands, in Markdown, what the records of that file say. Nobody
-types a figure: `harness tables --write README.md` writes them, and a test fails when they differ. When a port's sources
-are no longer those that were measured, the table says so.
+Between `<!-- records: FILE… -->` and `<!-- /records -->` stands, in Markdown, what the records of these files say, and
+between `<!-- ladder: FILE… -->` and `<!-- /ladder -->` only how the ports compare on a ladder. Nobody types a figure:
+`harness tables --write README.md` writes them, and a test fails when they differ. When a port's sources are no longer
+those that were measured, the table says so.
 """
 
 from __future__ import annotations
@@ -11,31 +12,37 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import common
-
-from .bench_tables import across_tables, grouped, path_of, title_of
+from .bench_tables import across_tables, changed_notes, grouped, path_of, title_of
 from .errors import UsageError
-from .jobs import own_name
-from .provenance import ROOT, commit_and_date, folder_hash
+from .ladder_tables import across_ladder, is_rung, ladder_tables
+from .provenance import commit_and_date
 from .reader import Record, read_records
 from .records import problem_of
 from .tables import Table, as_markdown, problem_cells
 from .timing import FLOP_CONVENTION, Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
-_BLOCK = re.compile(r"(<!-- records: (\S+) -->\n).*?(<!-- /records -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (records|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
-    And of a bench, in which several ports or baselines were timed together, one across for each direction and path.
+    And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
+    records of a ladder have tables of their own.
     """
-    timed = [record for record in records if record["samples"]]
+    records = list(records)
+    timed = [record for record in records if record["samples"] and not is_rung(record)]
     tables = [_table(rows) for rows in grouped(timed, "port").values()]
     if any(len(record["samples"][0]["ms"]) > 2 for record in timed):
         tables += across_tables(timed, {})
-    return tables
+    return tables + ladder_tables(_timed_ladder(records), {})
+
+
+def _timed_ladder(records: Iterable[Record]) -> list[Record]:
+    """The records of ladders, also of rungs that have no time; none where no rung has one."""
+    rungs = [record for record in records if is_rung(record)]
+    return rungs if any(record["samples"] for record in rungs) else []
 
 
 def _table(records: list[Record]) -> Table:
@@ -63,14 +70,8 @@ def _table(records: list[Record]) -> Table:
                 f"{record['problem']['id']}: {timing.late(name)} of {len(timing.rounds)} samples of {name} may hold "
                 "host time."
             )
-    if any(have_changed(port, record["sources"]) for record in records):
-        table.notes.append(f"The sources of {port} or of `common` have changed since this was measured.")
+    table.notes += changed_notes(records)
     return table
-
-
-def have_changed(port: str, sources: str | None) -> bool:
-    """Whether a port's sources, or those of `common`, are no longer the ones of this hash."""
-    return sources != folder_hash(ROOT / common.port_package(own_name(port)))
 
 
 def _cells(record: Record, port: str, baseline: str | None) -> tuple[str, ...]:
@@ -83,11 +84,16 @@ def _timing(record: Record) -> Timing:
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
-    """The text with what stands between its markers generated anew. Raises UsageError for a file that is not there."""
+    """The text with what stands between its markers generated anew. Raises UsageError for a file that is not there, or
+    has nothing to show."""
 
     def generate(match: re.Match[str]) -> str:
-        tables = record_tables(read_records(results / match[2], ("check",)))
-        return match[1] + "\n".join(as_markdown(table) for table in tables) + match[3]
+        records = [record for name in match[3].split() for record in read_records(results / name, ("check",))]
+        whole = match[2] == "records"
+        tables = record_tables(records) if whole else across_ladder(_timed_ladder(records), {})
+        if not tables:
+            raise UsageError(f"{match[3]} has no timings{'' if whole else ' of a ladder'}")
+        return match[1] + "\n".join(as_markdown(table) for table in tables) + match[4]
 
     return _BLOCK.sub(generate, text)
 

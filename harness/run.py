@@ -101,7 +101,7 @@ def run(request: RunRequest, here: Environment, open_port: Callable[[str], Port]
         kept = f"; the records so far are in {records.partial}" if records else ""
         complain(f"interrupted{kept}")
         return INTERRUPTED
-    _print_closing(this)
+    print_closing(session, asked=request.timed)
     return status_of(session, (result.check for result in this.results))
 
 
@@ -180,11 +180,9 @@ def _time_all(this: Run) -> None:
             ports = [result.check.port for result in results]
             rivals = [baseline.port] if baseline is not None and baseline.verdict == "pass" else []
             rounds, caller = this.request.rounds, this.session.callers[0]
-            row, lost = this.session.time(caller, [*ports, *rivals], case, check.direction, rounds)
+            row = this.session.time(caller, [*ports, *rivals], case, check.direction, rounds)
             for result in results:
-                dropped = row.dropped.get(result.check.port)
-                result.untimed = lost or (f"it {dropped}" if dropped else "")
-                result.timing = None if result.untimed else row.timing
+                result.timing, result.untimed = row.of(result.check.port), row.untimed(result.check.port)
                 this.write(result)
 
 
@@ -301,20 +299,21 @@ def _time_cells(result: Result) -> tuple[str, ...]:
     return *speed_cells(times, ours, theirs, flops_of(check.problem, check.direction)), *host, *seconds
 
 
-def _print_closing(this: Run) -> None:
-    note = _closing(this)
+def print_closing(session: Session, *, asked: bool = True) -> None:
+    """Says why nothing was timed, where that is so. asked: it was to be."""
+    note = _closing(session, asked)
     if note:
-        print(f"# {note}" if this.request.form is Format.CSV else note)
+        print(f"# {note}" if session.request.form is Format.CSV else note)
 
 
-def _closing(this: Run) -> str:
-    if not this.session.environment.has_gpu and "triton" in this.session.ports:
+def _closing(session: Session, asked: bool) -> str:
+    if not session.environment.has_gpu and "triton" in session.ports:
         return (
             "No GPU is used here: Triton's interpreter ran the kernels, which has no speed, on the sizes that the "
             "suite shrinks to (cpu: in its file)."
         )
-    if not this.session.environment.has_gpu:
+    if not session.environment.has_gpu:
         return "No GPU is used here: nothing was timed, and the suite shrank to smaller sizes (cpu: in its file)."
-    if this.request.timed and not this.session.suite.timed:
-        return f"The suite {this.session.suite.name} is checked, not timed."
+    if asked and not session.suite.timed:
+        return f"The suite {session.suite.name} is checked, not timed."
     return ""

@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import common
-from common import Direction, Port, Switches, Target
+from common import Direction, Port, Target
 
 from . import jobs
 from .baselines.protocol import Span
 from .environment import Environment, core_count
 from .errors import UsageError, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
+from .names import own_name
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance
 from .reader import Record, read_records
@@ -69,11 +70,16 @@ class Request:
         """The directions asked for."""
         return EACH[self.directions]
 
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The targets asked for: one, unless a command takes several."""
+        return (self.target,)
+
 
 @dataclass
 class Session:
     """What a command works with. ports: the names of those that can run here, with the hashes of their sources.
-    missing: the reasons of those that cannot, by name."""
+    missing: the reasons of those that cannot, by name. others: the targets of the request beside the first."""
 
     request: Request
     environment: Environment
@@ -81,6 +87,7 @@ class Session:
     target: Target
     ports: dict[str, str | None] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    others: tuple[Target, ...] = ()
     callers: list[Caller] = field(default_factory=list)
     open_port: Callable[[str], Port] = jobs.open_port
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -105,14 +112,14 @@ class Session:
         for name in request.impls:
             if name not in common.port_names():
                 raise UsageError(one_of("--impl", common.port_names(), name))
-        target = here.target(request.target)
+        target, *others = dict.fromkeys(here.target(name) for name in request.target_names)
         if suite is None:
             suite = load_suite(request.suite, small=not here.has_gpu)
         if request.only:
             suite = suite.only(request.only)
         if request.skip:
             suite = suite.without(request.skip)
-        session = cls(request, here, suite, target, open_port=open_port, variables=variables)
+        session = cls(request, here, suite, target, others=tuple(others), open_port=open_port, variables=variables)
         if request.resume is not None:
             session._earlier = read_records(request.resume, ("check", "disagreement"))
         session.callers = session._make_callers()
@@ -122,6 +129,11 @@ class Session:
         finally:
             for caller in session.callers:
                 caller.close()
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """All targets of the request."""
+        return self.target, *self.others
 
     @cached_property
     def setting(self) -> jobs.Setting:
@@ -172,35 +184,33 @@ class Session:
         """The checks of a contestant on a case, by direction. One that hangs case after case is no longer called."""
         failed = False
         for direction in self.request.each:
-            about = (name, case.problem, direction, self.target, None, Switches())
+            about = (self.setting, name, case, direction)
+            own = own_name(name)
             if failed:
-                yield Check(*about, "fail", reason="not run: the forward it starts from failed")
+                yield jobs.blank(*about, "fail", "not run: the forward it starts from failed")
                 continue
-            if self._hung[name] >= GIVE_UP_AFTER:
-                yield Check(*about, "fail", reason=f"not run: the {GIVE_UP_AFTER} checks before it took too long")
+            if self._hung[own] >= GIVE_UP_AFTER:
+                yield jobs.blank(*about, "fail", f"not run: the {GIVE_UP_AFTER} checks before it took too long")
                 continue
             try:
-                yield caller.call(jobs.check, self.setting, name, case, direction)
-                self._hung[name] = 0
+                yield caller.call(jobs.check, *about)
+                self._hung[own] = 0
             except Lost as lost:
                 failed = True
-                self._hung[name] += isinstance(lost, TimedOut)
-                yield Check(*about, "fail", reason=str(lost))
+                self._hung[own] += isinstance(lost, TimedOut)
+                yield jobs.blank(*about, "fail", str(lost))
 
-    def time(
-        self, caller: Caller, names: Sequence[str], case: Case, span: Span, rounds: int
-    ) -> tuple[jobs.TimedRow, str]:
-        """The timing of contestants against each other; or none, and why: that it was lost costs its own row."""
-        nothing = jobs.TimedRow(None, {})
+    def time(self, caller: Caller, names: Sequence[str], case: Case, span: Span, rounds: int) -> jobs.TimedRow:
+        """The timing of contestants against each other; that it was lost costs its own row."""
         if self._hung[TIMING] >= GIVE_UP_AFTER:
-            return nothing, f"the {GIVE_UP_AFTER} rows before it took too long"
+            return jobs.TimedRow(lost=f"the {GIVE_UP_AFTER} rows before it took too long")
         try:
             row = caller.call(jobs.time_row, self.setting, names, case, span, rounds)
             self._hung[TIMING] = 0
         except Lost as lost:
             self._hung[TIMING] += isinstance(lost, TimedOut)
-            return nothing, f"it {lost}"
-        return row, ""
+            return jobs.TimedRow(lost=f"it {lost}")
+        return row
 
     def earlier(self, case: Case) -> list[Record]:
         """The records of the case in the file to resume, as far as they are of these ports, this card and these
@@ -214,15 +224,15 @@ class Session:
             "problem": problem_fields(case.problem),
             "inputs": asdict(case.inputs),
             "seed": self.request.seed,
-            "target": {"name": self.target.name, "sm": self.target.sm},
         }
         made_by = ("device", "card", "driver", "cuda", "packages", "interpreted")
         names = record["ports"] if record["kind"] == "disagreement" else [record["port"]]
         hashes = record["sources"] if record["kind"] == "disagreement" else {record["port"]: record["sources"]}
         return (
             all(record[key] == value for key, value in about.items())
+            and record["target"] in [{"name": target.name, "sm": target.sm} for target in self.targets]
             and all(record["provenance"][key] == self.facts[key] for key in made_by)
-            and all(hashes[name] == self.ports.get(jobs.own_name(name)) is not None for name in names)
+            and all(hashes[name] == self.ports.get(own_name(name)) is not None for name in names)
         )
 
     def for_each_case(self, what: str, function: Callable[[Caller, Case], Outcome]) -> Iterator[tuple[Case, Outcome]]:

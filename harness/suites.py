@@ -77,6 +77,12 @@ class Suite:
             raise UsageError(f"--only {text!r} matches no problem of the suite {self.name}; its cases are {names}")
         return replace(self, cases=cases)
 
+    def longest(self) -> Suite:
+        """The cases with the most pairs of a query and a key."""
+        pairs = [case.problem.len_q * case.problem.len_k for case in self.cases]
+        cases = tuple(case for case, own in zip(self.cases, pairs, strict=True) if own == max(pairs))
+        return replace(self, cases=cases)
+
     def without(self, text: str) -> Suite:
         """The cases that do not match. Raises UsageError when there is none."""
         cases = tuple(case for case in self.cases if not case.matches(text))

@@ -125,6 +125,18 @@ class Timing:
         """Work over the median milliseconds of a contestant: TFLOP/s, when the work is FLOPs / 1e9."""
         return ratio_of_medians([work] * len(self.rounds), self.samples(name))
 
+    def among(self, names: Mapping[str, str]) -> Timing:
+        """The same rounds of these contestants only, under the names that they map to."""
+        rounds = tuple(
+            Round(
+                {names[name]: ms for name, ms in r.ms.items() if name in names},
+                r.sensors,
+                tuple(names[name] for name in r.late if name in names),
+            )
+            for r in self.rounds
+        )
+        return Timing(rounds, {names[name]: us for name, us in self.host_us.items() if name in names})
+
     @property
     def throttled(self) -> int:
         """How many rounds throttled."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common import Direction, Kernel, Port, Problem, Target, Tile
+from common import Direction, Kernel, Port, Problem, Switches, Target, Tile
 from harness import ahead
 from harness.ahead import compile_ahead
 from harness.environment import CPU, Environment
@@ -38,7 +38,14 @@ class Slow(ReferencePort):
     """A port with a kernel for each head_dim and form, and some that do not compile."""
 
     def _kernels(
-        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        tile: Tile,
+        switches: Switches,
+        dlse: bool,
+        deterministic: bool,
     ) -> Sequence[Kernel]:
         form = "dlse" if dlse else "deterministic" if deterministic else "plain"
         kernel = Note(f"{direction} d{problem.head_dim} {form}")

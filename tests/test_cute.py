@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from common import Direction, Mask, Problem, Switches, Target, Tile, TileKind, Unsupported, port
+from common.ports import NAIVE_TILE
 
 cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed", exc_type=ImportError)
 
@@ -319,6 +320,9 @@ def test_kernels_are_those_of_a_call_and_equal_for_equal_code() -> None:
     plain, with_dlse = (set(CUTE.kernels(short, HOPPER, "backward", dlse=dlse)) for dlse in (False, True))
     assert len(plain & with_dlse) == 2
     assert len(plain | with_dlse) == 4
+    naive = Switches.rung("naive")
+    launches = plan(short, ADA, "backward", NAIVE_TILE, naive)
+    assert CUTE.kernels(short, ADA, "backward", switches=naive) == [launch.code for launch in launches]
     assert pickle.loads(pickle.dumps(plain)) == plain
     assert CUTE.kernels(dataclasses.replace(short, dtype=torch.float32), ADA, "forward") == ()
     assert CUTE.kernels(dataclasses.replace(short, len_k=0), ADA, "backward") == ()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from common import Direction, Mask, Problem, Switches, Target, Tile, TileKind, Unsupported, port
+from common.ports import NAIVE_TILE
 
 tilelang_impl = pytest.importorskip("tilelang_impl", reason="TileLang is not installed", exc_type=ImportError)
 
@@ -222,6 +223,9 @@ def test_kernels_are_those_of_a_call_and_equal_for_equal_code() -> None:
     plain, with_dlse = (set(TILELANG.kernels(short, HOPPER, "backward", dlse=dlse)) for dlse in (False, True))
     assert len(plain & with_dlse) == 2
     assert len(plain | with_dlse) == 4
+    naive = Switches.rung("naive")
+    launches = plan(short, ADA, "backward", NAIVE_TILE, naive)
+    assert TILELANG.kernels(short, ADA, "backward", switches=naive) == [launch.kernel for launch in launches]
     assert pickle.loads(pickle.dumps(plain)) == plain
     assert TILELANG.kernels(dataclasses.replace(short, dtype=torch.float32), ADA, "forward") == ()
     assert TILELANG.kernels(dataclasses.replace(short, len_k=0), ADA, "backward") == ()

@@ -84,14 +84,21 @@ class TilelangPort(Port):
         return build(problem, target, direction, tile, switches)
 
     def _kernels(
-        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        tile: Tile,
+        switches: Switches,
+        dlse: bool,
+        deterministic: bool,
     ) -> Sequence[Kernel]:
         if direction == "forward":
-            launches: Sequence[Launch] = plan_forward(problem, target, tile, Switches(), ("bhnd",) * 4)
+            launches: Sequence[Launch] = plan_forward(problem, target, tile, switches, ("bhnd",) * 4)
         else:
             layouts = ("bhnd",) * 5 + (("dlse",) if dlse else ())
             atomic_dq = not deterministic and bool(tile.get("atomic_dq", 0))
-            launches = plan_backward(problem, target, tile, Switches(), layouts, atomic_dq)
+            launches = plan_backward(problem, target, tile, switches, layouts, atomic_dq)
         return [launch.kernel for launch in launches]
 
     def _forward(

@@ -11,7 +11,8 @@ import common
 
 from ..baselines import BASELINES
 from ..bench_tables import title_of
-from ..jobs import NAIVE, own_name
+from ..jobs import NAIVE
+from ..names import own_name
 
 FORMULA = "formula"
 # In the order in which they are drawn and listed.

@@ -13,9 +13,8 @@ from common import DTYPE_NAMES, Problem
 from ..bench_tables import path_of
 from ..errors import UsageError, one_line
 from ..inputs import InputSpec
-from ..jobs import own_name
-from ..provenance import in_words
-from ..published import have_changed
+from ..names import own_name
+from ..provenance import have_changed, in_words
 from ..reader import Record, read_records
 from ..records import check_of, disagreement_of, problem_of
 
