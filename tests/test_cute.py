@@ -79,7 +79,7 @@ def test_lse_does_not_drift_with_the_number_of_tiles(extra: tuple[tuple[str, int
     problem = Problem.from_tensors(q, k, v)
     _, lse = CUTE.forward(q, k, v, problem, tile=Tile(64, 16, 4, 2, extra))
     truth = (q.double() @ k.double().mT * problem.scale).logsumexp(-1)
-    torch.testing.assert_close(lse.double(), truth, atol=0, rtol=16 * torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(lse.double(), truth, atol=0, rtol=32 * torch.finfo(torch.float32).eps)
 
 
 VARIANTS = [
