@@ -83,6 +83,11 @@ class Untouched(Port):
     _backward = _forward
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter_was_tried() -> None:
+    port("triton")  # when it is first asked for, it tries its interpreter out
+
+
 @contextmanager
 def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     """The block raises exactly `kind`, its message holds the words, and no operation ran before."""
