@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from .bench_tables import across_tables, changed_notes, grouped, path_of, title_of
+from .bench_tables import across_tables, changed_notes, grouped, path_of, provenance_notes, title_of
 from .errors import UsageError
 from .ladder_tables import across_ladder, is_rung, ladder_tables
-from .provenance import commit_and_date
 from .reader import Record, read_records
 from .records import problem_of
 from .tables import Table, as_markdown, problem_cells
-from .timing import FLOP_CONVENTION, Timing, speed_cells
+from .timing import Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
 _BLOCK = re.compile(r"(<!-- (records|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -58,11 +57,7 @@ def _table(records: list[Record]) -> Table:
     )  # fmt: skip
     for record in records:
         table.add(*_cells(record, port, baseline))
-    facts, packages = first["provenance"], first["provenance"]["packages"]
-    table.notes.append(
-        f"{facts['card']}, driver {facts['driver']}, torch {packages['torch']}, triton {packages['triton']}, "
-        f"{commit_and_date(facts)}. {FLOP_CONVENTION}"
-    )
+    table.notes += provenance_notes(records)
     for record in records:
         timing = _timing(record)
         for name in (name for name in (port, baseline) if name and timing.late(name)):
