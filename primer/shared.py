@@ -31,12 +31,14 @@ class WeightedSum(torch.autograd.Function):
         return *ctx.language.backward(dy, *ctx.saved_tensors), None
 
 
-def checked(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def checked(
+    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor | None = None, *, interpreted: bool = False
+) -> tuple[torch.Tensor, ...]:
     """`x (M, D)`, `weight (D,)` and, where it is given, `dy (M,)` as kernels read them: packed, from 16 bytes on.
 
     A tensor that lies otherwise is copied; one that autograd watches is detached, for the languages refuse it.
     Raises TypeError for another dtype than fp16, bf16 and fp32, or than that of x; ValueError for another shape, an x
-    without elements, or another device than that of x.
+    without elements, another device than that of x, or one that is not CUDA's, unless kernels are interpreted.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
@@ -50,6 +52,11 @@ def checked(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor | None = Non
             raise ValueError(f"{name} must have the shape {(length,)}, got {tuple(tensor.shape)}")
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
+    if x.device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"x must be on a CUDA device, got {x.device}; the CPU has Triton's interpreter only, which takes "
+            "TRITON_INTERPRET=1 in the environment before Python starts"
+        )
     return tuple(_packed(tensor) for tensor in (x, *(tensor for _, tensor, _ in others)))
 
 

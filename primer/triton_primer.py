@@ -27,6 +27,8 @@ from .shared import checked
 
 BLOCK_M, BLOCK_D = 16, 128  # powers of two, as all of Triton's tiles
 
+INTERPRET = triton.knobs.runtime.interpret  # then kernels run on the CPU, in Python
+
 
 @triton.jit
 def forward_kernel(X, WEIGHT, Y, len_m, len_d, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -70,7 +72,7 @@ def backward_kernel(DY, X, WEIGHT, DX, PARTIAL, len_m, len_d, BLOCK_M: tl.conste
 
 def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """y `(M,)` of x `(M, D)` and weight `(D,)`, all of one dtype. Raises what `checked` does."""
-    x, weight = checked(x, weight)
+    x, weight = checked(x, weight, interpreted=INTERPRET)
     len_m, len_d = x.shape
     y = empty((len_m,), dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
@@ -80,7 +82,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """dx `(M, D)` and dweight `(D,)` of dy `(M,)`, in the dtype of x. Raises what `checked` does."""
-    x, weight, dy = checked(x, weight, dy)
+    x, weight, dy = checked(x, weight, dy, interpreted=INTERPRET)
     len_m, len_d = x.shape
     blocks = triton.cdiv(len_m, BLOCK_M)
     dx = empty_like(x)

@@ -128,6 +128,13 @@ def test_wrong_tensors_are_named(x, weight, dy, kind: type[Exception], message: 
         triton_primer.backward(dy, x, weight)
 
 
+@pytest.mark.parametrize("name", ["tilelang", "cute"])
+def test_without_an_interpreter_cpu_tensors_are_refused(name: str) -> None:
+    pytest.importorskip(NEEDS[name][1], exc_type=ImportError)
+    with pytest.raises(ValueError, match=r"x must be on a CUDA device, got cpu; .* TRITON_INTERPRET=1"):
+        WeightedSum.apply(X, WEIGHT, importlib.import_module(f"primer.{name}_primer"))
+
+
 def test_triton_compiles_for_both_targets() -> None:
     # In a process of its own: this one may hold kernels for the interpreter.
     pytest.importorskip("triton")
