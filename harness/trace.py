@@ -11,7 +11,7 @@ import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,17 +56,19 @@ class TraceRequest:
 
 def trace(request: TraceRequest) -> int:
     """Prints the tables and returns the exit status, 0. Raises UsageError for what no problem has."""
-    problem = _problem(request)
+    problem = problem_of(request)
     if not 0 <= request.query < request.len_q:
         raise UsageError(f"--row must be from 0 to {request.len_q - 1}, got {request.query}")
     tiles = math.prod(_count(length, block) for length, block in _sides(request))
     if tiles > TILES_MAX:
         raise UsageError(f"{tiles} tiles are more than the {TILES_MAX} that are looked at: make them larger")
-    print_tables([steps_table(problem, request), walk_table(request), bytes_table(problem)], request.form)
+    tables = [steps_table(problem, request), walk_table(request, _signs()), bytes_table(problem)]
+    print_tables(tables, request.form)
     return 0
 
 
-def _problem(request: TraceRequest) -> Problem:
+def problem_of(request: TraceRequest) -> Problem:
+    """One head in fp32; given scores are not scaled. Raises UsageError for what no problem has."""
     scale = None if request.scores is None else 1.0
     lengths = request.len_q, request.len_k
     try:
@@ -163,9 +165,8 @@ def _notes(
     return notes
 
 
-def walk_table(request: TraceRequest) -> Table:
+def walk_table(request: TraceRequest, signs: Mapping[TileKind, str] = SIGNS) -> Table:
     """All tiles of scores, one sign each, and how many are visited."""
-    signs = _signs()
     (len_q, block_m), (len_k, block_n) = _sides(request)
     rows, columns = _count(len_q, block_m), _count(len_k, block_n)
     widest = _widest(request.form)
@@ -283,7 +284,7 @@ def _widest(form: Format) -> int:
     return WIDEST
 
 
-def _signs() -> dict[TileKind, str]:
+def _signs() -> Mapping[TileKind, str]:
     try:
         "".join(SIGNS.values()).encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
