@@ -8,6 +8,8 @@ import torch
 # The tensors here are small: a second thread costs more in waiting than it saves in work.
 torch.set_num_threads(1)
 
+pytest.register_assert_rewrite("tests.browser")  # fixtures, which test modules import as well
+
 if not torch.cuda.is_available():
     # Read when Triton is imported, so before any test module is.
     os.environ["TRITON_INTERPRET"] = "1"
