@@ -63,14 +63,15 @@ class Page(HTMLParser):
 def test_the_page_has_every_part_and_a_text_for_every_picture(tmp_path: Path) -> None:
     text = report(tmp_path, *bench(), failed(), *memory())
     page = Page(text)
-    assert [one["id"] for one in page.all("section")] == ["verdicts", "speed", "memory", "origins"]
+    assert [one["id"] for one in page.all("section")] == ["verdicts", "speed", "memory", "how", "origins"]
     pictures = page.all("svg")
     # 2 paths × 2 directions × 2 masks, each with a picture a length and one of time; and two of memory.
     assert len(pictures) == 8 * 3 + 2
     assert all(one["role"] == "img" for one in pictures)
     assert text.count("<desc>") == text.count("<figcaption>") == len(pictures)
-    # A matrix a path, the numbers of 8 cards, 4 tables across and 2 ports in each, the cute port, memory, origins.
-    assert len(page.all("table")) == 2 + 8 + 4 * (1 + 2) + 1 + 1 + 1
+    # A matrix a path, the numbers of 8 cards, 4 tables across and 2 ports in each, the cute port, memory,
+    # three examples of how it works and the steps that the script makes, origins.
+    assert len(page.all("table")) == 2 + 8 + 4 * (1 + 2) + 1 + 1 + (3 + 1) + 1
     assert "triton: 8 checks of 4 problems: 8 pass, 0 fail, 0 unsupported" in page.words
     assert "cute: 1 checks of 1 problems: 0 pass, 1 fail, 0 unsupported" in page.words
 

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from .contestants import FORMULA, Contestant
+from .learn import lesson
 from .memory import memory_cards
 from .origins import origins_table
 from .runs import Facets, Run, facets_of
@@ -68,6 +69,14 @@ def sections_of(runs: Sequence[Run]) -> list[Section]:
             command="harness memory --suite long --json memory.jsonl",
         ),
         Section(
+            id="how",
+            title="How it works",
+            template="learn.html",
+            content=lesson(),
+            missing="",
+            command="",
+        ),
+        Section(
             id="origins",
             title="Where do the numbers come from?",
             template="origins.html",
@@ -87,7 +96,7 @@ def page(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style, script = _asset("style.css"), _asset("script.js")
+    style, script = _asset("style.css", "learn.css"), _asset("script.js", "arithmetic.js", "learn.js")
     return environment.get_template("page.html").render(
         style=style,
         script=script,
@@ -100,8 +109,9 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _asset(name: str) -> Markup:
-    return Markup(files("harness.report").joinpath("templates", name).read_text(encoding="utf-8"))
+def _asset(*names: str) -> Markup:
+    folder = files("harness.report").joinpath("templates")
+    return Markup("".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names))
 
 
 def _policy(style: str, script: str) -> str:
