@@ -257,9 +257,12 @@ def test_all_of_it_works_by_keys_alone(open_page: Open) -> None:
 def test_it_fits_a_phone_and_tells_kinds_apart_by_more_than_colour(scheme: str, open_page: Open) -> None:
     page = open_page(viewport=PHONE, color_scheme=scheme)
     step(page.locator("#softmax"), 4)
+    table = page.locator("#softmax .scroll")
+    assert table.evaluate("e => e.scrollWidth <= e.clientWidth")
     set_controls(page.locator("#tiles"), len_q=512, len_k=512)
     set_controls(page.locator("#softmax"), scores=",".join(["-1.23456e-20"] * 32), block_n=16)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert box(page.locator(".walks"))["width"] < 360
     looks = {
         kind.value: page.locator(f".legend .{kind.value}").evaluate(
             "e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).backgroundImage, e.textContent].join()"

@@ -137,7 +137,7 @@
   function tilesLab() {
     const { find, control, all } = lab("tiles");
     const sliders = ["len_q", "len_k", "block_m", "block_n"].map(control);
-    const grid = find(".grid");
+    const grid = find(".walks");
     let row = Number(grid.dataset.row), kinds, lengths;
 
     function mask() {
