@@ -2,9 +2,14 @@
 
 From `do`, `lse` and the inputs, with P recomputed (Dao 2023, algorithm 2):
 
-    P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP - delta)      dK = dSᵀ Q      dQ = dS K
+    S = scale · Q Kᵀ      P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ
+    dS = P ∘ (dP - delta)      dK = scale · dSᵀ Q      dQ = scale · dS K
 
-where `delta = rowsum(dO ∘ O) - dlse`. The kernels, in the order of their launches:
+where `delta = rowsum(dO ∘ O) - dlse`, and A ∘ B is the product element by element. The scale of dK and dQ is applied
+once, to their sums. `factor` and `shift` are the forward's: what Q Kᵀ is multiplied by in the exponential, and what is
+subtracted there, which is the lse, under EXP2 times log2(e).
+
+The kernels, in the order of their launches:
 
 - prepare_kernel (`backward_prepare.py`): delta, and the lse as it is subtracted;
 - dkdv_kernel (`backward_dkdv.py`): a block owns a tile of keys and walks over queries; dk and dv, and where the tile

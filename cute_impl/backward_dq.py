@@ -3,8 +3,8 @@
 DqKernel: one block owns BLOCK_M queries of one head and walks over the tiles of keys they see, as the forward does.
 
     S = Q Kᵀ,  dP = dO Vᵀ                     [BLOCK_M, BLOCK_N]
-    P = exp(S - lse),  dS = P ∘ (dP - delta)
-    dQ += dS K                                [BLOCK_M, BLOCK_D]
+    P = exp(scale · S - lse),  dS = P ∘ (dP - delta)
+    dQ += dS K                                [BLOCK_M, BLOCK_D]; in the end it is multiplied by the scale
 
 A warp has whole rows of dS, which is the left operand of the last product straight from its registers. S and dP are
 computed here a second time, after dkdv_kernel; in exchange nothing is added up through memory, and dq is bitwise
@@ -44,6 +44,7 @@ from .blocks import (
     store_rows,
     tile_range,
     transposed,
+    walks,
     write_accumulator,
 )
 from .launch import packed, rows
@@ -144,36 +145,37 @@ class DqKernel:
 
         factor = scale * LOG2_E if const_expr(self.EXP2) else scale
         exp = cute.math.exp2 if const_expr(self.EXP2) else cute.math.exp
-        for n in cutlass.range(begin, end, unroll=1):
-            stage = (n - begin) % self.STAGES
-            # Tile n is here, and all warps have done with the one before it, whose buffers are free.
-            cute.arch.cp_async_wait_group(max(0, self.STAGES - 2))
-            cute.arch.barrier()
-            if const_expr(self.STAGES > 1):
-                ahead = n + (self.STAGES - 1)
-                fetch(keys, ahead, end, (ahead - begin) % self.STAGES)
-                fetch(values, ahead, end, (ahead - begin) % self.STAGES)
-                cute.arch.cp_async_commit_group()
-
-            s = accumulator(mma, thread, self.BLOCK_M, self.BLOCK_N)
-            gemm(mma, s, q, k, stage_b=stage)
-            p = as_matrix(s)
-            if n < full_begin or n >= full_end:
-                hide(p, where, row_begin, n * self.BLOCK_N, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
-            dp = accumulator(mma, thread, self.BLOCK_M, self.BLOCK_N)
-            ds = as_matrix(dp)
-            for i in cutlass.range_constexpr(len(where.rows)):
-                for j in cutlass.range_constexpr(len(where.cols)):
-                    p[i, j] = exp(p[i, j] * factor - shift[i], fastmath=True)
-                    ds[i, j] = -delta[i]  # where the sum begins
-            gemm(mma, dp, do, v, stage_b=stage)
-            dp.store(s.load() * dp.load())
-            gemm(mma, dq, as_operand(dp, element), k_t, stage_b=stage)
-            if const_expr(self.STAGES == 1):
+        for first_tile, end_tile, MASKED in walks(begin, full_begin, full_end, end, self.HAS_LOW, self.EDGES):
+            for n in cutlass.range(first_tile, end_tile, unroll=1):
+                stage = (n - begin) % self.STAGES
+                # Tile n is here, and all warps have done with the one before it, whose buffers are free.
+                cute.arch.cp_async_wait_group(max(0, self.STAGES - 2))
                 cute.arch.barrier()
-                fetch(keys, n + 1, end, 0)
-                fetch(values, n + 1, end, 0)
-                cute.arch.cp_async_commit_group()
+                if const_expr(self.STAGES > 1):
+                    ahead = n + (self.STAGES - 1)
+                    fetch(keys, ahead, end, (ahead - begin) % self.STAGES)
+                    fetch(values, ahead, end, (ahead - begin) % self.STAGES)
+                    cute.arch.cp_async_commit_group()
+
+                s = accumulator(mma, thread, self.BLOCK_M, self.BLOCK_N)
+                gemm(mma, s, q, k, stage_b=stage)
+                p = as_matrix(s)  # the same registers as rows and columns: scores now, P below
+                if const_expr(MASKED):
+                    hide(p, where, row_begin, n * self.BLOCK_N, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
+                dp = accumulator(mma, thread, self.BLOCK_M, self.BLOCK_N)
+                ds = as_matrix(dp)  # dP becomes dS in its own registers
+                for i in cutlass.range_constexpr(len(where.rows)):
+                    for j in cutlass.range_constexpr(len(where.cols)):
+                        p[i, j] = exp(p[i, j] * factor - shift[i], fastmath=True)
+                        ds[i, j] = -delta[i]  # where the sum begins: the product makes it dP - delta
+                gemm(mma, dp, do, v, stage_b=stage)
+                dp.store(s.load() * dp.load())  # dS = P ∘ (dP - delta)
+                gemm(mma, dq, as_operand(dp, element), k_t, stage_b=stage)
+                if const_expr(self.STAGES == 1):
+                    cute.arch.barrier()
+                    fetch(keys, n + 1, end, 0)
+                    fetch(values, n + 1, end, 0)
+                    cute.arch.cp_async_commit_group()
 
         # Nothing is on its way to shared memory and no warp reads Q any more: dq takes its place.
         cute.arch.cp_async_wait_group(0)

@@ -51,7 +51,7 @@ def _compile(launch: Launch, target: Target, tile: Tile) -> Build:
         tile=launch.tile or tile,
         shared=_shared(str(compiled.ir_module)),
         registers=attributes[_REGISTERS],
-        spills=attributes[_FRAME],
+        spills=attributes[_FRAME],  # a thread's stack: these kernels have nothing there but what they spill
         instructions=tuple(name for name, pattern in _INSTRUCTIONS.items() if re.search(pattern, ptx)),
         seconds=time.perf_counter() - begin,
         cached=False,

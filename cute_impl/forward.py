@@ -2,12 +2,17 @@
 
 One block owns BLOCK_M queries of one head, and walks over the keys in tiles of BLOCK_N (Dao 2023, algorithm 1):
 
-    S = Q Kᵀ                                  scores, [BLOCK_M, BLOCK_N]
-    row_max', P = max(row_max, S), exp(S - row_max')
-    acc     = acc · exp(row_max - row_max') + P V     [BLOCK_M, BLOCK_D]
-    row_sum = row_sum · exp(row_max - row_max') + rowsum(P)
+    S = Q Kᵀ                                  scores, not scaled yet, [BLOCK_M, BLOCK_N]
+    S = -inf where the mask hides a key       so that its exponential is 0
+    row_max', P = max(row_max, S), exp(scale · (S - row_max'))
+    acc     = acc · exp(scale · (row_max - row_max')) + P V     [BLOCK_M, BLOCK_D]
+    row_sum = row_sum · exp(scale · (row_max - row_max')) + rowsum(P)
 
-and at the end `o = acc / row_sum`, `lse = row_max + log(row_sum)`.
+and at the end `o = acc / row_sum`, `lse = scale · row_max + log(row_sum)`. The scale waits for the exponential: it is
+positive, so that the maximum may come before it, and it costs nothing in the multiply-add there.
+
+`factor` is what scores are multiplied by in the exponential: `scale`, and under EXP2 `scale · log2(e)`. `shift` is what
+is subtracted there: the row's maximum times `factor`.
 
 Shapes: q, o `(B, Hq, Nq, D)`; k, v `(B, Hkv, Nk, D)`, of any strides that keep rows on 16 bytes; lse `(B, Hq, Nq)`,
 fp32. Shapes and strides but D are known at run time only, the upper-case names at compile time.
@@ -134,6 +139,8 @@ class ForwardKernel:
             row_begin, row_last, len_k, low, high, self.BLOCK_N, self.HAS_LOW, self.HAS_HIGH, self.SKIP, self.EDGES
         )
 
+        # The prefix tells where a tensor lies: m the whole of it in global memory, g a block's tile of that, s shared
+        # memory, t what is one thread's part. Lower case without a prefix is in registers.
         smem = SmemAllocator()
         sQ = smem_tile(smem, mQ.element_type, self.BLOCK_M, self.BLOCK_D)
         sK = smem_tile(smem, mK.element_type, self.BLOCK_N, self.BLOCK_D, self.STAGES)
@@ -184,7 +191,7 @@ class ForwardKernel:
                     cute.arch.barrier()
                     start_copies((keys,), n + 1, end, 0)
 
-                scores = as_matrix(s)
+                scores = as_matrix(s)  # the same registers as rows and columns; `softmax_step` makes them P
                 if const_expr(MASKED):
                     hide(scores, where, row_begin, n * self.BLOCK_N, len_k, low, high, self.HAS_LOW, self.HAS_HIGH)
                 softmax_step(scores, as_matrix(acc), row_max, row_sum, factor, self.EXP2, self.LAZY_RESCALE, MASKED)

@@ -21,7 +21,7 @@ from .names import own_name
 from .reader import Record
 from .records import RecordFile, check_of, check_record
 from .rows import rival, time_passed
-from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, status_of
+from .session import NOTHING_RAN, Request, Session, status_of
 from .suites import Case
 from .tables import print_tables
 from .trial import Check, together
@@ -93,19 +93,14 @@ def bench(
     for name in request.baselines:
         if name not in BASELINES:
             raise UsageError(one_of("--baseline", BASELINES, name))
-    file = None
-    try:
-        unique = replace(request, impls=tuple(dict.fromkeys(request.impls)))
-        with _caches(request) as variables, Session.open(unique, here, open_port, variables) as session:
-            if not session.ports:
-                return NOTHING_RAN
-            this = Bench(request, session)
-            with RecordFile(request.json) if request.json else nullcontext() as file:
-                this.file = file
-                _run(this, variables)
-    except KeyboardInterrupt:
-        complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
-        return INTERRUPTED
+    unique = replace(request, impls=tuple(dict.fromkeys(request.impls)))
+    with _caches(request) as variables, Session.open(unique, here, open_port, variables) as session:
+        if not session.ports:
+            return NOTHING_RAN
+        this = Bench(request, session)
+        with RecordFile(request.json) if request.json else nullcontext() as file:
+            this.file = file
+            _run(this, variables)
     return status_of(session, (check_of(record) for record in this.records), all_asked=all_asked)
 
 

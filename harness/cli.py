@@ -6,17 +6,37 @@ What a command does is in the module of its name.
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from . import cli_checks, cli_learn, cli_measures  # noqa: F401  # they add their commands
-from .cli_options import FormatOption, JsonOption, app, piped, prepare
-from .errors import UsageError
+from .cli_options import INTERRUPTED, FormatOption, JsonOption, app, piped, prepare
+from .errors import UsageError, complain
 from .options import TOLERANCE_PERCENT, Format
 
-USAGE, INTERRUPTED = 2, 130
+USAGE = 2
+PACKAGE = "fa2-ports"
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        try:
+            print(f"harness {version(PACKAGE)}")
+        except PackageNotFoundError:
+            print(f"harness, from a folder: the package {PACKAGE} is not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command("doctor", short_help="What is installed and what can run here.")
@@ -152,5 +172,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _complain(text: str) -> int:
-    print(f"harness: {text}", file=sys.stderr)
+    complain(text)
     return USAGE

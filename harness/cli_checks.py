@@ -103,7 +103,7 @@ def matrix_command(
     """Check every port on every problem, and compare every two ports.
 
     Three tables: problems by ports, with the verdict and the largest error over the allowed one; ports by ports, with
-    their largest disagreement; and where that is, by tensor. A port that cannot run here is a column that says why.
+    their largest disagreement; and where that is, by tensor. Of a port that cannot run here a note says why.
 
     Exit status: 0 all good, 1 a check failed, 2 wrong usage, nothing could run, or a port named could not.
 
@@ -143,7 +143,9 @@ def fuzz_command(
     direction: DirectionOption = Directions.BOTH,
     target: TargetOption = "native",
     seed: SeedOption = 0,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where failing cases are written.")] = Path(),
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where failing cases are written; made if it is not there.")
+    ] = Path(),
     time_limit: LimitOption = LIMIT_S,
     isolate: IsolateOption = True,
     json: JsonOption = None,

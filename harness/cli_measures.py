@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from .cli_options import (
+    TARGET_HELP,
     BaselineOption,
     DirectionOption,
+    FirstBaselineOption,
     FormatOption,
     IsolateOption,
     JsonOption,
@@ -45,7 +47,7 @@ def bench_command(
     ] = None,
     suite: SuiteOption = "walkthrough",
     direction: SpansOption = "forward,backward,both",
-    baseline: BaselineOption = None,
+    baseline: FirstBaselineOption = None,
     target: TargetOption = "native",
     only: OnlyOption = None,
     skip: SkipOption = None,
@@ -112,9 +114,7 @@ def ladder_command(
         ),
     ] = None,
     direction: DirectionOption = Directions.BOTH,
-    target: Annotated[
-        str, typer.Option(metavar="NAME[,NAME…]", help="Whose code paths: native, and ada on any card.")
-    ] = "native",
+    target: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help=TARGET_HELP)] = "native",
     leave_one_out: Annotated[
         bool, typer.Option("--leave-one-out", help="All switches on and each alone off, not one more at a time.")
     ] = False,
@@ -230,7 +230,9 @@ def compile_command(
         str, typer.Option(metavar="NAME[,NAME…]", help="full, causal, causal-topleft: some ship tiles of their own.")
     ] = "causal",
     minutes: Annotated[float, typer.Option(min=0, metavar="M", help="After them nothing more is begun.")] = 10,
-    time_limit: LimitOption = LIMIT_S,
+    time_limit: Annotated[
+        float, typer.Option(min=1, metavar="S", help="Seconds that the kernels of one direction may take.")
+    ] = LIMIT_S,
     record: Annotated[bool, typer.Option("--record", help="Write what is spilled to harness/spills.yaml.")] = False,
     json: JsonOption = None,
     form: FormatOption = Format.TEXT,
@@ -241,7 +243,7 @@ def compile_command(
     instructions, seconds. As many kernels are built at once as there are cores, up to four.
 
     Exit status: 0 all good, 1 a kernel takes too much shared memory, spills more than recorded or does not build,
-    2 wrong usage or a port named is not here.
+    2 wrong usage, a port named is not here, or there was no time for all.
 
     \b
     Examples:

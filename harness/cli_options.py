@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import UsageError, one_of
+from .errors import UsageError, complain, one_of
 from .options import Directions, Format
 
 if TYPE_CHECKING:
     from .baselines.protocol import Span
     from .environment import Environment
 
-BROKEN_PIPE = 141
+INTERRUPTED, BROKEN_PIPE = 130, 141
 
 app = typer.Typer(
     name="harness",
@@ -35,12 +35,13 @@ app = typer.Typer(
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON lines to FILE.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables.")]
+TARGET_HELP = "Whose code path: native, or a target's whose code runs here. Ada's runs on every later card."
 ImplOption = Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="The ports: triton, tilelang, cute, reference.")]
 SuiteOption = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
 ]
 DirectionOption = Annotated[Directions, typer.Option(help="Which direction.")]
-TargetOption = Annotated[str, typer.Option(metavar="NAME", help="Whose code path: native, or ada on any card.")]
+TargetOption = Annotated[str, typer.Option(metavar="NAME", help=TARGET_HELP)]
 OnlyOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")]
 SkipOption = Annotated[str | None, typer.Option(metavar="TEXT", help="No cases with TEXT in name or id.")]
 RoundsOption = Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")]
@@ -59,14 +60,11 @@ IsolateOption = Annotated[
 SpansOption = Annotated[
     str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward, both: both is one launch of the two.")
 ]
-BaselineOption = Annotated[
+BASELINE_HELP = "sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all."
+BaselineOption = Annotated[str | None, typer.Option(metavar="NAME[,NAME…]", help=BASELINE_HELP, show_default=False)]
+FirstBaselineOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME[,NAME…]",
-        help="sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all. Speeds are "
-        "relative to the first.",
-        show_default=False,
-    ),
+    typer.Option(metavar="NAME[,NAME…]", help=f"{BASELINE_HELP} Speeds are relative to the first.", show_default=False),
 ]
 
 
@@ -100,14 +98,26 @@ def records_file(json: Path | None, resume: Path | None) -> Path | None:
 
 
 def piped(command: Callable[[], int]) -> int:
-    """The command's exit status. `harness run … | head` closes the pipe early, which is nothing to complain about."""
+    """The command's exit status, also of one that Ctrl-C ends, or `harness run … | head` by closing the pipe.
+
+    Of a pipe that is closed only what becomes of records is told: the rest is what was wanted.
+    """
     try:
         status = command()
         sys.stdout.flush()
-    except BrokenPipeError:
+    except KeyboardInterrupt as stop:
+        complain("; ".join(["interrupted", *_notes(stop)]))
+        return INTERRUPTED
+    except BrokenPipeError as stop:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if _notes(stop):
+            complain("; ".join(["standard output was closed before the end", *_notes(stop)]))
         return BROKEN_PIPE
     return status
+
+
+def _notes(stop: BaseException) -> list[str]:
+    return getattr(stop, "__notes__", [])
 
 
 def prepare() -> Environment:

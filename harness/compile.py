@@ -17,22 +17,21 @@ from common import Build, Direction, Port, Problem, Target
 from common.target import TARGETS
 
 from . import jobs
+from .compilers import compiler_by
 from .environment import CPU, INTERPRET, core_count
-from .errors import UsageError, one_of
+from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, Worker
 from .options import LIMIT_S, Directions, Format
-from .provenance import package_versions, provenance
+from .provenance import provenance
 from .records import RecordFile, problem_fields, tile_fields
 from .schema import VERSION
-from .session import EACH, FAILED, INTERRUPTED, NOTHING_RAN, OK, WORKERS_MOST, complain, in_order, progress
-from .spills import PATH, Built, Spills
+from .session import EACH, FAILED, NOTHING_RAN, OK, WORKERS_MOST, in_order, progress
+from .spills import PATH, SLACK, Built, Spills
 from .suites import MASKS
 from .tables import Table, print_tables
 from .trial import Verdict
 
 MINUTES = 10.0
-# A port's compiler among the packages of `provenance`.
-COMPILERS = {"triton": "triton", "tilelang": "tilelang", "cute": "cutlass_dsl"}
 
 
 @dataclass(frozen=True)
@@ -72,28 +71,31 @@ class Item:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel, or why there is none. before: its recorded spills, None when it was never built."""
+    """One kernel, or why there is none. before: its recorded spills, None when it was never built. begun: whether there
+    was time to try; if not, its verdict says nothing of it."""
 
     item: Item
     verdict: Verdict
     reason: str = ""
     build: Build | None = None
     before: int | None = None
+    begun: bool = True
 
 
 @dataclass
 class Compiling:
-    """A run of the command, and what it has so far."""
+    """A run of the command, and what it has so far. compilers: of each port, as `spills.yaml` names them."""
 
     request: CompileRequest
     sources: dict[str, str | None] = field(default_factory=dict)
+    compilers: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
 
 def compile_all(request: CompileRequest, *, all_asked: bool, open_port: Callable[[str], Port] = jobs.open_port) -> int:
     """Runs the command and returns its exit status: 1 when a kernel takes too much shared memory, spills more than
-    before, or does not build.
+    before, or does not build; 2 when there was no time to try all.
 
     all_asked: a port that is not here is an error, and not just a line that says so. Raises UsageError for what can be
     told before anything is built.
@@ -109,17 +111,14 @@ def compile_all(request: CompileRequest, *, all_asked: bool, open_port: Callable
             try:
                 _build_all(this, callers, problems, open_port)
             finally:
-                print_tables(compile_tables(this), request.form)
                 if file is not None:
                     _write(this, file)
-    except KeyboardInterrupt:
-        complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
-        return INTERRUPTED
+                print_tables(compile_tables(this), request.form)
     finally:
         for caller in callers:
             caller.close()
     if request.record:
-        Spills(request.recorded).record(_built(row) for row in this.rows if row.build is not None)
+        Spills(request.recorded).record(_built(this, row) for row in this.rows if row.build is not None)
     return _status(this, all_asked)
 
 
@@ -158,6 +157,7 @@ def _build_all(
             this.missing[name] = opened.reason or f"the {name} port has no kernels to compile"
         else:
             this.sources[name] = opened.sources
+            this.compilers[name] = compiler_by(callers[0], name)
     targets = [Target.named(name) for name in request.targets]
     every = product(this.sources, targets, EACH[request.directions], problems)
     items = [Item(*one) for one in every]
@@ -168,14 +168,14 @@ def _build_all(
 
     def build(caller: Caller, item: Item) -> list[Row]:
         if time.monotonic() > deadline:
-            return [Row(item, "fail", f"not built within {request.minutes:g} minutes")]
+            return [Row(item, "unsupported", f"not begun: {request.minutes:g} minutes were over", begun=False)]
         try:
             built = caller.call(jobs.build, setting, item.port, item.problem, item.target, item.direction)
         except Lost as lost:
             return [Row(item, "fail", f"the compiler {lost}")]
         if isinstance(built, jobs.Refusal):
             return [Row(item, "unsupported" if built.by_contract else "fail", built.reason)]
-        return [_judged(item, one, known) for one in built]
+        return [_judged(this, item, one, known) for one in built]
 
     with progress("compiling", len(begun)) as begin, in_order(callers, build, begun) as outcomes:
         for item, outcome in zip(begun, outcomes, strict=True):
@@ -184,29 +184,23 @@ def _build_all(
     this.rows.sort(key=lambda row: items.index(row.item))
 
 
-def _judged(item: Item, build: Build, known: Spills) -> Row:
+def _judged(this: Compiling, item: Item, build: Build, known: Spills) -> Row:
     row = Row(item, "pass", build=build)
-    before = known.before(_built(row))
+    before = known.before(_built(this, row))
     room = item.target.smem_per_block
     faults = []
     if build.shared > room:
         faults.append(f"takes {build.shared} B of shared memory; {item.target.sm} gives {room} B")
-    if before is not None and build.spills > before:
+    if before is not None and build.spills > before + SLACK.get(item.port, 0):
         faults.append(f"spills {build.spills} B a thread where it was {before} B")
     return replace(row, verdict="fail" if faults else "pass", reason="; ".join(faults), before=before)
 
 
-def _built(row: Row) -> Built:
+def _built(this: Compiling, row: Row) -> Built:
     assert row.build is not None
-    problem = row.item.problem
-    about = row.item.port, compiler_of(row.item.port), row.item.target.name, str(problem.mask), problem.head_dim
+    port, problem = row.item.port, row.item.problem
+    about = port, this.compilers[port], row.item.target.name, str(problem.mask), problem.head_dim
     return Built(*about, row.build.kernel, row.build.spills)
-
-
-def compiler_of(port: str) -> str:
-    """The package that compiles a port's kernels, with its version."""
-    package = COMPILERS[port]
-    return f"{package} {package_versions()[package] or 'unknown'}"
 
 
 def compile_tables(this: Compiling) -> list[Table]:
@@ -214,7 +208,7 @@ def compile_tables(this: Compiling) -> list[Table]:
     tables = []
     for port in this.sources:
         table = Table(
-            f"{port}, built by {compiler_of(port)}",
+            f"{port}, built by {this.compilers[port]}",
             (
                 *("target", "D", "mask", "kernel", "tile", "shared B", "of", "registers", "spills B", "before"),
                 *("instructions", "s", "verdict"),
@@ -229,6 +223,9 @@ def compile_tables(this: Compiling) -> list[Table]:
         )
         if any(row.build is not None and row.before is None for row in this.rows if row.item.port == port):
             table.notes.append("Where before is – nothing is recorded to compare with: harness compile --record.")
+        late = sum(not row.begun for row in this.rows if row.item.port == port)
+        if late:
+            table.notes.append(f"{late} were not begun: --minutes gives more than {this.request.minutes:g}.")
         tables.append(table)
     if this.missing:
         table = Table("Not built", ("port", "why"), list(this.missing.items()), labels=2)
@@ -255,13 +252,17 @@ def _status(this: Compiling, all_asked: bool) -> int:
             complain(reason)
     if any(row.verdict == "fail" for row in this.rows):
         return FAILED
+    late = sum(not row.begun for row in this.rows)
+    if late:
+        minutes = f"{this.request.minutes:g} minutes"
+        complain(f"{late} of {len(this.rows)} builds were not begun within {minutes}: --minutes gives more")
     idle = {row.item.port for row in this.rows} - {row.item.port for row in this.rows if row.build is not None}
-    return NOTHING_RAN if idle or not this.rows or (all_asked and this.missing) else OK
+    return NOTHING_RAN if late or idle or not this.rows or (all_asked and this.missing) else OK
 
 
 def _write(this: Compiling, file: RecordFile) -> None:
     facts = provenance(torch.device("cpu"), interpreted=False)
-    for row in this.rows:
+    for row in (row for row in this.rows if row.begun):
         file.write(build_record(row, sources=this.sources[row.item.port], facts=facts))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import common
 from common.ports import is_written
 
 from .baselines import BASELINES
+from .compilers import nvcc_by
 from .environment import Environment
 from .isolation import Caller, Here, Lost, Worker
 from .jobs import Setting, opened, probe, refusal
@@ -110,27 +110,10 @@ def _installed(here: Environment, trouble: str, caller: Caller) -> list[Finding]
         found = "none usable" if torch.cuda.is_available() else "none"
         findings.append(Finding("card", found, trouble or _why_no_card(driver)))
     if is_written("tilelang"):
-        path = _nvcc_by(caller)
+        path = nvcc_by(caller)
         advice = "" if path else "TileLang compiles with it: install the CUDA toolkit, or pip install '.[nvcc]'"
         findings.append(Finding("nvcc", path or "missing", advice))
     return findings
-
-
-def _nvcc_by(caller: Caller) -> str | None:
-    try:
-        return caller.call(_nvcc)
-    except Lost:  # importing TileLang killed the process
-        return shutil.which("nvcc")
-
-
-def _nvcc() -> str | None:
-    """The nvcc that TileLang calls; where TileLang is not installed, the one on PATH."""
-    try:
-        from tilelang.contrib.nvcc import get_nvcc_compiler
-
-        return shutil.which(get_nvcc_compiler())
-    except Exception:  # TileLang is missing, does not import, or knows of no place to look in
-        return shutil.which("nvcc")
 
 
 def _why_no_card(driver: str | None) -> str:

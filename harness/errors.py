@@ -1,13 +1,19 @@
-"""What a command gives up with."""
+"""What a command gives up with, and how it says so."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class UsageError(Exception):
     """A wrong request, or one that this machine cannot honour: one line for stderr, and exit status 2."""
+
+
+def complain(text: str) -> None:
+    """One line on stderr."""
+    print(f"harness: {text}", file=sys.stderr)
 
 
 def one_of(what: str, names: Iterable[str], got: str) -> str:

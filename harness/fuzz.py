@@ -23,7 +23,7 @@ from .errors import UsageError
 from .generate import as_suite, random_case, shrunk
 from .isolation import Caller
 from .records import RecordFile, check_record
-from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, in_order, progress, status_of
+from .session import NOTHING_RAN, Request, Session, in_order, progress, status_of
 from .suites import Case, Suite
 from .tables import Table, print_tables
 from .trial import Check
@@ -68,23 +68,20 @@ def fuzz(request: FuzzRequest, here: Environment, open_port: Callable[[str], Por
 
     open_port: where ports come from, by name. Raises UsageError for what can be told before anything runs.
     """
-    if not request.folder.is_dir():
-        raise UsageError(f"--out {request.folder} is no folder")
-    file = None
-    suite = Suite("fuzz", "", timed=False, small=not here.has_gpu, cases=())
     try:
-        with Session.open(request, here, open_port, suite=suite) as session:
-            if not session.ports:
-                return NOTHING_RAN
-            this = Fuzz(request, session)
-            with RecordFile(request.json) if request.json else nullcontext() as file:
-                try:
-                    _run(this, file)
-                finally:
-                    print_tables(fuzz_tables(this), request.form)
-    except KeyboardInterrupt:
-        complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
-        return INTERRUPTED
+        request.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {request.folder} is no folder and cannot be made one: {error.strerror}") from error
+    suite = Suite("fuzz", "", timed=False, small=not here.has_gpu, cases=())
+    with Session.open(request, here, open_port, suite=suite) as session:
+        if not session.ports:
+            return NOTHING_RAN
+        this = Fuzz(request, session)
+        with RecordFile(request.json) if request.json else nullcontext() as file:
+            try:
+                _run(this, file)
+            finally:
+                print_tables(fuzz_tables(this), request.form)
     return status_of(session, this.checks)
 
 

@@ -26,7 +26,7 @@ from .reader import Record
 from .records import RecordFile, check_of, check_record
 from .rows import rival, time_passed
 from .run import print_closing
-from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, status_of
+from .session import NOTHING_RAN, Request, Session, status_of
 from .suites import Case, load_suite
 from .tables import print_tables
 from .trial import Check
@@ -70,16 +70,11 @@ def ladder(
     suite = load_suite(request.suite, small=not here.has_gpu)
     suite = suite.longest() if request.longest else suite
     records: list[Record] = []
-    file = None
-    try:
-        with Session.open(request, here, open_port, suite=suite) as session:
-            if not session.ports:
-                return NOTHING_RAN
-            with RecordFile(request.json) if request.json else nullcontext() as file:
-                _run(session, request, records, file)
-    except KeyboardInterrupt:
-        complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
-        return INTERRUPTED
+    with Session.open(request, here, open_port, suite=suite) as session:
+        if not session.ports:
+            return NOTHING_RAN
+        with RecordFile(request.json) if request.json else nullcontext() as file:
+            _run(session, request, records, file)
     print_closing(session)
     checks = (check_of(record) for record in records)
     return status_of(session, (replace(check, port=own_name(check.port)) for check in checks), all_asked=all_asked)

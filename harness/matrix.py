@@ -16,7 +16,7 @@ from .environment import Environment
 from .isolation import Caller, Lost
 from .jobs import Disagreement
 from .records import RecordFile, check_of, check_record, disagreement_of, disagreement_record
-from .session import INTERRUPTED, Request, Session, complain, status_of
+from .session import Request, Session, status_of
 from .suites import Case
 from .tables import Table, print_tables
 from .trial import Check
@@ -54,27 +54,21 @@ def matrix(
 ) -> int:
     """Runs the command and returns its exit status.
 
-    all_asked: a port that cannot run is an error, and not just a column that says so. Raises UsageError for what can
+    all_asked: a port that cannot run is an error, and not just a note that says so. Raises UsageError for what can
     be told before anything runs.
     """
     rows: list[Row] = []
-    records = None
-    try:
-        with Session.open(request, here, open_port) as session:
-            try:
-                with RecordFile(request.json) if request.json else nullcontext() as records:
-                    compile_ahead(session)
-                    for _, row in session.for_each_case("checking", lambda caller, case: _row(session, caller, case)):
-                        rows.append(row)
-                        if records is not None:
-                            _write(session, records, row)
-            finally:
-                if rows:
-                    print_tables(matrix_tables(session, rows), request.form)
-    except KeyboardInterrupt:
-        kept = f"; the records so far are in {records.partial}" if records else ""
-        complain(f"interrupted{kept}")
-        return INTERRUPTED
+    with Session.open(request, here, open_port) as session:
+        try:
+            with RecordFile(request.json) if request.json else nullcontext() as records:
+                compile_ahead(session)
+                for _, row in session.for_each_case("checking", lambda caller, case: _row(session, caller, case)):
+                    rows.append(row)
+                    if records is not None:
+                        _write(session, records, row)
+        finally:
+            if rows:
+                print_tables(matrix_tables(session, rows), request.form)
     return status_of(session, (check for row in rows for check in row.checks), all_asked=all_asked)
 
 
@@ -142,17 +136,15 @@ def _verdicts(session: Session, rows: Sequence[Row]) -> Table:
         ("case", "problem", *request.impls),
         labels=2,
     )
-    for number, row in enumerate(rows):
-        cells = []
-        for name in request.impls:
-            missing = session.missing.get(name)
-            cells.append(verdict_cell(row.of(name)) if missing is None else missing if number == 0 else "–")
+    for row in rows:
+        cells = ("–" if name in session.missing else verdict_cell(row.of(name)) for name in request.impls)
         table.add(row.case.id, row.case.problem.id, *cells)
         table.notes += [
             f"FAIL {check.port} {row.case.id} {row.case.problem.id} {check.direction}: {line}"
             for check in row.checks
             for line in check.complaints()
         ]
+    table.notes += session.missing.values()
     table.notes.append(RULE)
     return table
 

@@ -24,7 +24,7 @@ from .isolation import Caller, Lost
 from .jobs import NAIVE, Footprint
 from .records import RecordFile, problem_fields
 from .schema import VERSION
-from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, status_of
+from .session import NOTHING_RAN, Request, Session, status_of
 from .suites import Case
 from .tables import Table, print_tables, problem_cells
 from .trial import Check, together
@@ -117,22 +117,17 @@ def memory(
     for name in request.baselines:
         if name not in BASELINES:
             raise UsageError(one_of("--baseline", BASELINES, name))
-    file = None
-    try:
-        with Session.open(request, here, open_port) as session:
-            if not session.ports:
-                return NOTHING_RAN
-            this = Memory(request, session)
-            with RecordFile(request.json) if request.json else nullcontext() as file:
-                this.file = file
-                try:
-                    for _ in session.for_each_case("measuring", lambda caller, case: _case(this, caller, case)):
-                        pass
-                finally:
-                    print_tables(memory_tables(this), request.form)
-    except KeyboardInterrupt:
-        complain(f"interrupted{f'; the records so far are in {file.partial}' if file else ''}")
-        return INTERRUPTED
+    with Session.open(request, here, open_port) as session:
+        if not session.ports:
+            return NOTHING_RAN
+        this = Memory(request, session)
+        with RecordFile(request.json) if request.json else nullcontext() as file:
+            this.file = file
+            try:
+                for _ in session.for_each_case("measuring", lambda caller, case: _case(this, caller, case)):
+                    pass
+            finally:
+                print_tables(memory_tables(this), request.form)
     checks = (cell.check for cell in this.cells if cell.check and cell.name in session.ports)
     return status_of(session, checks, all_asked=all_asked)
 

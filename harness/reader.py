@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,61 @@ def read_records(path: Path, kinds: Collection[str]) -> list[Record]:
     Raises UsageError, naming the file and the line, when it cannot be read, something in it is no record by the schema
     of its version, or no record is of these kinds.
     """
+    return _of_kinds(path, _records(path, _lines(path)), kinds)
+
+
+def resumed_records(path: Path, kinds: Collection[str]) -> tuple[list[Record], str]:
+    """The same of a run that may have ended early, and a note of what is left out, or nothing.
+
+    Its last line may be unfinished, and it may have ended before its first record. Raises UsageError for all else.
+    """
+    *lines, last = _lines(path)
+    records, note = _records(path, lines), ""
+    if last.strip():
+        try:
+            records += _records(path, [last], before=len(lines))
+        except UsageError:
+            note = f"{path} ends in an unfinished line, which is left out"
+    if not records:
+        return [], note or f"{path} is empty: everything is done anew"
+    return _of_kinds(path, records, kinds), note
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a file, and what comes after the last end of a line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return path.read_bytes().split(b"\n")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"records {path} cannot be read: {reason}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        partial = path.with_name(path.name + ".partial") if path.name else path
+        hint = f"; {partial} is there, of a run that ended early" if partial != path and partial.is_file() else ""
+        raise UsageError(f"records {path} cannot be read: {reason}{hint}") from error
+
+
+def _records(path: Path, lines: Sequence[bytes], before: int = 0) -> list[Record]:
+    """The records of some lines of a file, in the current version. before: how many lines come before these."""
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=before + 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line, parse_constant=_refuse)
+            record = json.loads(line.decode(), parse_constant=_refuse)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"records {path} cannot be read: line {number} is no text") from error
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} line {number} is no JSON: {error}") from error
         wrong = record_fault(record)
         if wrong is not None:
             raise UsageError(f"{path} line {number}: {wrong}")
-        record = upgraded(record)
-        if record["kind"] in kinds:
-            records.append(record)
-    if not records:
-        raise UsageError(f"{path} holds no records of kind {' or '.join(kinds)}")
+        records.append(upgraded(record))
     return records
+
+
+def _of_kinds(path: Path, records: Sequence[Record], kinds: Collection[str]) -> list[Record]:
+    found = [record for record in records if record["kind"] in kinds]
+    if not found:
+        raise UsageError(f"{path} holds no records of kind {' or '.join(kinds)}")
+    return found
 
 
 def _refuse(constant: str) -> None:

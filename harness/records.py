@@ -27,9 +27,10 @@ from .trial import Check
 class RecordFile:
     """A file of records that appears under its name when it is complete.
 
-    Until then its lines are in `FILE.partial`, flushed one by one; an interrupted run leaves them there, and an
-    earlier file of the name as it was. Raises UsageError when the place cannot be written to, or what is there is no
-    regular file.
+    Until then its lines are in `FILE.partial`, flushed one by one; a run that ends early leaves them there, and an
+    earlier file of the name as it was. One that ends before its first record leaves an earlier FILE.partial too, which
+    may be what it resumed. What ended it gets a note that says so. Raises UsageError when the place cannot be written
+    to, or what is there is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,8 +39,9 @@ class RecordFile:
         for place in (path, path.with_name(path.name + ".partial") if path.name else path):
             check_place(path, place)
         self.partial = path.with_name(path.name + ".partial")
+        self._is_empty = True
         try:
-            self._file: TextIO = self.partial.open("w", encoding="utf-8")
+            self._file: TextIO = self.partial.open("a", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
 
@@ -49,8 +51,15 @@ class RecordFile:
         wrong = record_fault(plain)
         if wrong is not None:
             raise ValueError(f"a record that its schema does not allow: {wrong}")
+        self._begin()
         self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
+
+    def _begin(self) -> None:
+        """Before the first record: what an earlier run left is not needed any more."""
+        if self._is_empty:
+            self._file.truncate(0)
+            self._is_empty = False
 
     def __enter__(self) -> RecordFile:
         return self
@@ -58,9 +67,18 @@ class RecordFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self._begin()
         self._file.close()
-        if kind is None:
+        if error is None:
             os.replace(self.partial, self.path)
+        elif not self._is_empty:
+            error.add_note(f"the records so far are in {self.partial}")
+        elif self.partial.stat().st_size:
+            error.add_note(f"{self.partial} is as it was")
+        else:
+            self.partial.unlink()
+            error.add_note("there are no records yet")
 
 
 def check_place(path: Path, place: Path, option: str = "--json") -> None:

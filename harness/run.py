@@ -22,7 +22,7 @@ from .isolation import Caller
 from .options import Format
 from .reader import Record
 from .records import RecordFile, check_of, check_record, timing_of
-from .session import INTERRUPTED, NOTHING_RAN, Request, Session, complain, progress, status_of
+from .session import NOTHING_RAN, Request, Session, progress, status_of
 from .suites import Case
 from .tables import Table, print_tables, problem_cells
 from .timing import FLOP_CONVENTION, Timing, speed_cells
@@ -88,19 +88,13 @@ def run(request: RunRequest, here: Environment, open_port: Callable[[str], Port]
 
     open_port: where ports come from, by name. Raises UsageError for what can be told before anything runs.
     """
-    records = None
-    try:
-        with Session.open(request, here, open_port) as session:
-            if not session.ports:
-                return NOTHING_RAN
-            with RecordFile(request.json) if request.json else nullcontext() as records:
-                this = Run(request, session, records)
-                compile_ahead(session)
-                _run(this)
-    except KeyboardInterrupt:
-        kept = f"; the records so far are in {records.partial}" if records else ""
-        complain(f"interrupted{kept}")
-        return INTERRUPTED
+    with Session.open(request, here, open_port) as session:
+        if not session.ports:
+            return NOTHING_RAN
+        with RecordFile(request.json) if request.json else nullcontext() as records:
+            this = Run(request, session, records)
+            compile_ahead(session)
+            _run(this)
     print_closing(session, asked=request.timed)
     return status_of(session, (result.check for result in this.results))
 
@@ -119,9 +113,9 @@ def _run(this: Run) -> None:
             print_tables(check_tables(this), form)
         raise
     finally:
-        print_tables(timing_tables(this), form)
         for result in this.results:  # those that still wait for a timing
             this.write(result)
+        print_tables(timing_tables(this), form)
 
 
 def _check_all(this: Run) -> None:

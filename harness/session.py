@@ -23,17 +23,17 @@ from common import Direction, Port, Target
 from . import jobs
 from .baselines.protocol import Span
 from .environment import Environment, core_count
-from .errors import UsageError, one_of
+from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
 from .names import own_name
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance
-from .reader import Record, read_records
+from .reader import Record, resumed_records
 from .records import problem_fields
 from .suites import Case, Suite, load_suite
 from .trial import Check, Verdict
 
-OK, FAILED, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, NOTHING_RAN = 0, 1, 2
 GIVE_UP_AFTER = 3  # checks of one contestant that took too long, in a row, or rows of timings
 TIMING = "timing"  # beside the names of contestants
 WORKERS_MOST = 4  # on a CPU; each takes about 1 GB
@@ -121,7 +121,9 @@ class Session:
             suite = suite.without(request.skip)
         session = cls(request, here, suite, target, others=tuple(others), open_port=open_port, variables=variables)
         if request.resume is not None:
-            session._earlier = read_records(request.resume, ("check", "disagreement"))
+            session._earlier, note = resumed_records(request.resume, ("check", "disagreement"))
+            if note:
+                complain(note)
         session.callers = session._make_callers()
         try:
             session._open_ports()
@@ -260,11 +262,6 @@ def status_of(session: Session, checks: Iterable[Check], *, all_asked: bool = Tr
     for name in idle:
         complain(f"the {name} port ran none of the problems: {reasons[name]}")
     return NOTHING_RAN if idle or not verdicts or (all_asked and session.missing) else OK
-
-
-def complain(text: str) -> None:
-    """One line on stderr."""
-    print(f"harness: {text}", file=sys.stderr)
 
 
 @contextmanager

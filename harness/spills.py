@@ -1,8 +1,12 @@
 """How much the shipped tiles spill, as it was recorded: `spills.yaml`, which the tests and `harness compile` share.
 
 An entry is for one port, version of its compiler, target and mask, in bf16: `head_dims` are those that were built, and
-`spills` the bytes a thread of each kernel that spilled at all. More than is recorded is a regression of a kernel, of
-the choice of a tile, or of the compiler; less is a reason to record anew (`harness compile --record`).
+`spills` the bytes a thread of each kernel that spilled at all. TileLang's compiler is two, itself and the nvcc that it
+calls; those of Triton and CuTe DSL are whole. More than is recorded is a regression of a kernel, of the choice of a
+tile, or of the compiler; less is a reason to record anew (`harness compile --record`).
+
+TileLang alone does not always build a kernel the same way: where a barrier may stand in one place or another it takes
+now this one and now that, and what is spilled differs with it. For that there is SLACK.
 """
 
 from __future__ import annotations
@@ -15,17 +19,18 @@ from typing import Any
 import yaml
 
 PATH = Path(__file__).with_name("spills.yaml")
+SLACK = {"tilelang": 64}  # bytes a thread; 96 and 136 were seen of one kernel
 Key = tuple[str, str, str, str]  # port, compiler, target, mask
 
 HEADER = """\
 # Bytes of spills a thread of the shipped tiles in bf16, see spills.py; `harness compile --record` writes this file.
-# Kernels that are not named spill nothing.
+# Of the head_dims of an entry, kernels that are not named spill nothing; of others nothing is known.
 """
 
 
 @dataclass(frozen=True)
 class Built:
-    """One kernel as it was built, and what it spilled. compiler: a package and its version, as `triton 3.9.0`."""
+    """One kernel as it was built, and what it spilled. compiler: see `harness.compilers`."""
 
     port: str
     compiler: str

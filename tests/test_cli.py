@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,26 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert path.read_text() == "old\n"
     assert all(json.loads(line)["verdict"] == "pass" for line in partial.read_text().splitlines())
+
+
+def test_a_pipe_that_is_closed_early_costs_no_records(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    command = [sys.executable, "-m", "harness", "run", "--impl", "reference", "--only", "scale", "--json", str(path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert done.returncode == 141
+    left = tmp_path / "q.jsonl.partial"
+    told = f"harness: standard output was closed before the end; the records so far are in {left}\n"
+    assert done.stderr.decode() == told
+    assert len(left.read_text().splitlines()) == 2
+
+
+def test_the_version_needs_no_pytorch() -> None:
+    done = harness("--version", blocked=("torch", "triton", "numpy"))
+    assert (done.returncode, done.stdout) == (0, f"harness {version('fa2-ports')}\n")
 
 
 @pytest.fixture

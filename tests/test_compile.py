@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
 
 from common import Build, Direction, Port, Problem, Switches, Target, Tile, Unsupported
+from common.target import TARGETS
 from harness.cli import main
 from harness.compile import CompileRequest, compile_all
+from harness.compilers import compiler_by, nvcc_version
 from harness.environment import CPU
 from harness.errors import UsageError
-from harness.isolation import Worker
+from harness.isolation import Here, Worker
 from harness.jobs import Setting, build
 from harness.options import Directions
 from harness.reader import read_records
-from harness.spills import PATH, Built, Spills
+from harness.spills import PATH, SLACK, Built, Spills
 
 from .fakes import FakePort
 from .test_doctor import rows
@@ -41,10 +44,10 @@ class Builder(FakePort):
         return [Build(*about, self.shared, 99, self.spills, ("mma.sync",), 1.5, False, "the code")]
 
 
-def compiled(port: Port, path: Path, **options: object) -> int:
-    """The status of compiling that port as `triton`, with the recorded spills in the folder of path."""
+def compiled(port: Port, path: Path, name: str = "triton", **options: object) -> int:
+    """The status of compiling that port under a name, with the recorded spills in the folder of path."""
     about = {"targets": ("ada", "hopper"), "head_dims": (64,), "isolated": False, "json": path}
-    request = CompileRequest(("triton",), recorded=path.with_name("spills.yaml"), **about | options)  # type: ignore[arg-type]
+    request = CompileRequest((name,), recorded=path.with_name("spills.yaml"), **about | options)  # type: ignore[arg-type]
     return compile_all(request, all_asked=True, open_port=lambda name: port)
 
 
@@ -92,9 +95,42 @@ def test_what_a_port_does_not_do_is_no_failure_and_what_does_not_compile_is(
     assert "FAIL: nvcc says no" in capsys.readouterr().out
 
 
-def test_what_there_was_no_time_for_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert compiled(Builder(), tmp_path / "x.jsonl", minutes=0) == 1
-    assert capsys.readouterr().out.count("FAIL: not built within 0 minutes") == 4
+def test_what_there_was_no_time_for_is_said_and_is_no_failure(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.jsonl"
+    assert compiled(Builder(), path, minutes=0) == 2
+    out, err = capsys.readouterr()
+    assert out.count("not begun: 0 minutes were over") == 4
+    assert "4 were not begun: --minutes gives more than 0." in out
+    assert "FAIL" not in out
+    assert err == "harness: 4 of 4 builds were not begun within 0 minutes: --minutes gives more\n"
+    assert path.read_text() == ""  # nothing is known of them
+
+
+def test_tilelang_has_some_slack_because_it_builds_a_kernel_in_several_ways(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for name, statuses in (("triton", (0, 1, 1)), ("tilelang", (0, 0, 1))):
+        assert compiled(Builder(spills=96), path, name, record=True) == statuses[0]
+        assert compiled(Builder(spills=96 + SLACK["tilelang"]), path, name) == statuses[1]
+        assert compiled(Builder(spills=97 + SLACK["tilelang"]), path, name) == statuses[2]
+
+
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [
+        ("Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0", "13.0.88"),
+        ("nonsense", None),
+    ],
+)
+def test_spills_of_tilelang_are_told_apart_by_nvcc(told: str, version: str | None, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\ncat <<'END'\n{told}\nEND\n")
+    nvcc.chmod(0o755)
+    assert nvcc_version(str(nvcc)) == version
+    assert nvcc_version(None) is nvcc_version(str(tmp_path / "none")) is None
+    assert ", nvcc " in compiler_by(Here(), "tilelang")
+    assert "," not in compiler_by(Here(), "cute")
 
 
 def test_a_port_without_kernels_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +178,10 @@ def test_the_kept_spills_are_as_they_are_written(tmp_path: Path) -> None:
     path.write_text(PATH.read_text())
     Spills(path).record([])
     assert path.read_text() == PATH.read_text()
-    targets = {(entry["port"], entry["target"], entry["mask"]) for entry in yaml.safe_load(PATH.read_text())}
-    assert targets >= {("triton", t, m) for t in ("ada", "hopper") for m in ("full", "causal")}
+    kept = {(entry["port"], entry["target"], entry["mask"]): entry for entry in yaml.safe_load(PATH.read_text())}
+    every = set(product(("triton", "tilelang", "cute"), (target.name for target in TARGETS), ("full", "causal")))
+    assert set(kept) == every
+    assert all({64, 128} <= set(entry["head_dims"]) for entry in kept.values())
 
 
 def test_a_real_kernel_is_built_in_a_worker_without_its_code() -> None:

@@ -134,8 +134,15 @@ def test_no_fault_is_no_find(fake_port: FakePort, capsys: pytest.CaptureFixture[
 
 
 def test_wrong_usage_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is no folder"):
-        fuzz(FuzzRequest(("reference",), folder=tmp_path / "none"), CPU)
+        fuzz(FuzzRequest(("reference",), folder=tmp_path / "file"), CPU)
+
+
+def test_the_folder_of_failing_cases_is_made(fake_port: FakePort, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "cases"
+    assert fuzz(FuzzRequest(("triton",), isolated=False, most=1, folder=folder), CPU) == 0
+    assert folder.is_dir()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="every problem would be compiled for the card")

@@ -173,8 +173,10 @@ def test_a_poisoned_context_is_left_behind(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_workers_whatever_they_do(tmp_path: Path) -> None:
     program = (
-        "from harness.environment import CPU; from harness.run import RunRequest, run; from tests import unruly;"
-        "raise SystemExit(run(RunRequest(('reference',), only='corners'), CPU, unruly.hangs_in_backward))"
+        "from harness.cli_options import piped; from harness.environment import CPU;"
+        "from harness.run import RunRequest, run; from tests import unruly;"
+        "asked = RunRequest(('reference',), only='corners');"
+        "raise SystemExit(piped(lambda: run(asked, CPU, unruly.hangs_in_backward)))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, text=True, stderr=subprocess.PIPE)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from harness.errors import UsageError
 from harness.published import RESULTS
-from harness.reader import read_records, upgraded
+from harness.reader import read_records, resumed_records, upgraded
 from harness.records import RecordFile
 from harness.schema import ANNOTATIONS, KEYWORDS, VERSION, fault, record_fault, record_schema
 
@@ -195,3 +196,62 @@ def test_what_readers_would_refuse_is_not_written(tmp_path: Path) -> None:
         }}})  # fmt: skip
     (record,) = read_records(tmp_path / "x.jsonl", ("check",))
     assert (record["errors"]["o"]["error"], record["errors"]["o"]["ratio"]) == ("inf", "nan")
+
+
+def test_what_an_interrupted_run_left_is_read_without_its_unfinished_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.partial"
+    line = json.dumps(current(), ensure_ascii=False).encode() + b"\n"
+    note = f"{path} ends in an unfinished line, which is left out"
+    for last, count, told in (
+        (b"", 2, ""),
+        (line[:-1], 3, ""),  # only the end of the line is missing
+        (line[:100], 2, note),
+        ("–".encode()[:2], 2, note),
+    ):
+        path.write_bytes(2 * line + last)
+        records, said = resumed_records(path, ("check",))
+        assert (len(records), said) == (count, told)
+    path.write_bytes(line[:100])
+    assert resumed_records(path, ("check",)) == ([], note)
+    path.write_bytes(b"")
+    assert resumed_records(path, ("check",)) == ([], f"{path} is empty: everything is done anew")
+    path.write_bytes(line[:100] + b"\n" + line)
+    with pytest.raises(UsageError, match="line 1 is no JSON"):
+        resumed_records(path, ("check",))
+    path.write_bytes(line)
+    with pytest.raises(UsageError, match="holds no records of kind doctor"):
+        resumed_records(path, ("doctor",))
+
+
+def test_what_is_not_there_is_told_with_the_interrupted_file_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with pytest.raises(UsageError, match=r"x\.jsonl cannot be read: No such file or directory$"):
+        read_records(path, ("check",))
+    partial = written(tmp_path / "x.jsonl.partial", current())
+    with pytest.raises(UsageError, match=f"{re.escape(str(partial))} is there, of a run that ended early$"):
+        resumed_records(path, ("check",))
+
+
+def test_a_file_that_ends_early_says_what_is_left_of_it(tmp_path: Path) -> None:
+    path, partial = tmp_path / "x.jsonl", tmp_path / "x.jsonl.partial"
+
+    def ends(*records: Record) -> str:
+        file = RecordFile(path)
+        for record in records:
+            file.write(record)
+        with pytest.raises(KeyboardInterrupt) as stop, file:
+            raise KeyboardInterrupt
+        (note,) = stop.value.__notes__
+        return note
+
+    assert ends() == "there are no records yet"
+    assert not partial.exists()
+    assert ends(current()) == f"the records so far are in {partial}"
+    assert len(read_records(partial, ("check",))) == 1
+    # One that resumes it and ends before its own first record leaves it.
+    assert ends() == f"{partial} is as it was"
+    assert len(read_records(partial, ("check",))) == 1
+    with RecordFile(path) as file:
+        file.write(current())
+    assert len(read_records(path, ("check",))) == 1
+    assert not partial.exists()

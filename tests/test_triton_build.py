@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from common import Build, Direction, Mask, Problem, Target, Tile, Unsupported, port
-from harness.compile import compiler_of
+from harness.compilers import compiler_by
+from harness.isolation import Here
 from harness.spills import Built, Spills
 from triton_impl import budget
 from triton_impl.launch import row_tile
@@ -166,7 +167,7 @@ def test_no_tile_for_a_geforce_card_leaves_mma_sync(answers: dict[str, Any], req
 def test_shipped_tiles_spill_no_more_than_they_did(answers: dict[str, Any], request_: Request) -> None:
     recorded = Spills()
     for one in kernels(answers, request_):
-        about = "triton", compiler_of("triton"), request_.target, "causal", request_.head_dim, one.kernel
+        about = "triton", compiler_by(Here(), "triton"), request_.target, "causal", request_.head_dim, one.kernel
         before = recorded.before(Built(*about, one.spills))
         found = f"{one.kernel} D={request_.head_dim} {one.tile}: {one.registers} registers, {one.spills} B spilled"
         print(found)

@@ -2,10 +2,15 @@
 
 From `do`, `lse` and the inputs, with P recomputed (Dao 2023, algorithm 2):
 
-    P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP - delta)      dK = dSᵀ Q      dQ = dS K
+    S = scale · Q Kᵀ      P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ
+    dS = P ∘ (dP - delta)      dK = scale · dSᵀ Q      dQ = scale · dS K
 
-where `delta = rowsum(dO ∘ O) - dlse`. Three kernels: prepare computes delta; dkdv, one program a tile of keys, walks
-over queries; the third makes dq, in one of two ways:
+where `delta = rowsum(dO ∘ O) - dlse`, and A ∘ B is the product element by element. The scale of dK and dQ is applied
+once, to their sums. `factor` and `shift` are the forward's: what Q Kᵀ is multiplied by in the exponential, and what is
+subtracted there, which is the lse, under EXP2 times log2(e).
+
+Three kernels: prepare computes delta; dkdv, one program a tile of keys, walks over queries; the third makes dq, in one
+of two ways:
 
 - dq, one program a tile of queries, walks over keys. S and dP are computed in both walks, seven products instead of
   five; in exchange no program adds to what another one writes, nothing is summed through memory in fp32, and every
@@ -18,9 +23,9 @@ In the dkdv kernel the scores are computed transposed, `Sᵀ = K Qᵀ [BLOCK_N, 
 operands of the next products straight from registers.
 
 Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`, each packed in that order or as `(B, N, H, D)`;
-lse, dlse `(B, Hq, Nq)` in fp32. stats `(B, Hq, 2, rows)` in fp32 is scratch: the lse as it is subtracted (`shift`) and
-delta, `rows` being Nq padded; a padded row has a shift of infinity, so that its P is 0 without a comparison. dq_sum, in
-fp32 too, is the sum of dq in the order of `dq_sum_at`.
+lse, dlse `(B, Hq, Nq)` in fp32. stats `(B, Hq, 2, rows)` in fp32 is scratch: shift and delta, `rows` being Nq padded; a
+padded row has a shift of infinity, so that its P is 0 without a comparison. dq_sum, in fp32 too, is the sum of dq in
+the order of `dq_sum_at`.
 dk and dv of a head are summed over the group of query heads that share it, in one program and in order.
 The rungs are those of the forward, and so are the two ways the kernels are compiled.
 """
@@ -181,7 +186,7 @@ def dkdv_program(
                 T.gemm(s_k, s_q, p_t, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(s_v, s_do, dp_t, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-                    p_t[j, i] = exp(p_t[j, i] * factor - s_stats[0, i])
+                    p_t[j, i] = exp(p_t[j, i] * factor - s_stats[0, i])  # until here p_t held the scores
                 if MASKED:  # noqa: SIM102 (this one is decided now, the next by the kernel)
                     if T.Or(m < edge_until, m >= full_end):
                         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
@@ -190,7 +195,7 @@ def dkdv_program(
                 T.copy(p_t, p_t_cast)
                 T.gemm(p_t_cast, s_do, dv, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(BLOCK_N, BLOCK_M):
-                    dp_t[j, i] = p_t[j, i] * (dp_t[j, i] - s_stats[1, i])
+                    dp_t[j, i] = p_t[j, i] * (dp_t[j, i] - s_stats[1, i])  # dS from here on
                 T.copy(dp_t, ds_t_cast)
                 if ATOMIC_DQ:
                     T.copy(ds_t_cast, s_ds_t)
@@ -271,14 +276,14 @@ def dq_program(
                 T.gemm(s_q, s_k, p, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(s_do, s_v, dp, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                 for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-                    p[i, j] = exp(p[i, j] * factor - shift[i])
+                    p[i, j] = exp(p[i, j] * factor - shift[i])  # until here p held the scores
                 # A key past the end scores 0, and exp(0 - lse) may be infinite.
                 if T.Or(k < full_begin, k >= full_end):
                     for i, j in T.Parallel(BLOCK_M, BLOCK_N):
                         seen = visible(row_begin + i, k * BLOCK_N + j, len_k, low, high, HAS_LOW, HAS_HIGH)
                         p[i, j] = T.if_then_else(seen, p[i, j], 0.0)
                 for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-                    dp[i, j] = p[i, j] * (dp[i, j] - delta[i])
+                    dp[i, j] = p[i, j] * (dp[i, j] - delta[i])  # dS from here on
                 T.copy(dp, ds_cast)
                 T.gemm(ds_cast, s_k, dq, policy=T.GemmWarpPolicy.FullRow)
 

@@ -43,9 +43,11 @@ def tile_range(first, last, length, low, high, BLOCK, HAS_LOW, HAS_HIGH, SKIP, E
     """The other side's tiles for a tile of rows `first..last`: `begin, full_begin, full_end, end`, counted in BLOCKs.
 
     A row r sees the positions `r + low <= c <= r + high` of `[0, length)`. Tiles in `[begin, end)` are walked over;
-    of those, the ones outside `[full_begin, full_end)` are edges and compare positions. RAGGED: positions past the
-    length are compared too. Where no band ends the walk they are in its last tile, which then is an edge even if the
-    length ends with it: the compiler sees that the others have nothing to compare, and lets them have no branch.
+    of those, the ones outside `[full_begin, full_end)` are edges and compare positions.
+
+    RAGGED: positions past the length have to be compared too. Only the last tile can have any, so without HAS_HIGH it
+    is taken for an edge, even when the length fills it: "the last iteration" is a condition that the compiler can take
+    out of the loop, and "past the last multiple of BLOCK" is not. The other tiles then have no branch.
 
     At least one tile is walked over, the last if all lie before the band, if only to find nothing there: what a program
     copies before its walk is awaited inside it, and must have landed before the program stores its results in the same

@@ -2,20 +2,25 @@
 
 One program owns BLOCK_M queries of one head, and walks over the keys in tiles of BLOCK_N (Dao 2023, algorithm 1):
 
-    S = Q Kᵀ                                  scores, [BLOCK_M, BLOCK_N]
-    row_max', P = max(row_max, S), exp(S - row_max')
-    acc     = acc · exp(row_max - row_max') + P V     [BLOCK_M, BLOCK_D]
-    row_sum = row_sum · exp(row_max - row_max') + rowsum(P)
+    S = Q Kᵀ                                  scores, not scaled yet, [BLOCK_M, BLOCK_N]
+    S = -inf where the mask hides a key       so that its exponential is 0
+    row_max', P = max(row_max, S), exp(scale · (S - row_max'))
+    acc     = acc · exp(scale · (row_max - row_max')) + P V     [BLOCK_M, BLOCK_D]
+    row_sum = row_sum · exp(scale · (row_max - row_max')) + rowsum(P)
 
-and at the end `o = acc / row_sum`, `lse = row_max + log(row_sum)`.
+and at the end `o = acc / row_sum`, `lse = scale · row_max + log(row_sum)`. The scale waits for the exponential: it is
+positive, so that the maximum may come before it, and it costs nothing in the multiply-add there.
+
+`factor` is what scores are multiplied by in the exponential: `scale`, and under EXP2 `scale · log2(e)`. `shift` is what
+is subtracted there: the row's maximum times `factor`.
 
 Shapes: q, o `(B, Hq, Nq, D)`; k, v `(B, Hkv, Nk, D)`, each packed in that order or as `(B, N, H, D)`; lse
 `(B, Hq, Nq)`, fp32. Batch, heads and lengths are known at run time only, the upper-case names at compile time.
 
 The rungs of the ladder: `tiles` is BLOCK_M × BLOCK_N, threads and stages; `skip` bounds the walk by the mask (SKIP in
 `tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` branches, once a tile, around the
-comparisons of a tile that needs none (EDGES; Triton splits the walk in two instead, but here every walk would fill and
-drain a pipeline of its own); `order` is which tile a program takes (ORDER in `claim`).
+comparisons of a tile that needs none (EDGES; Triton splits the walk into up to three, but here every walk would fill
+and drain a pipeline of its own); `order` is which tile a program takes (ORDER in `claim`).
 
 The same kernel becomes two programs: with ASYNC the compiler makes one warpgroup copy by TMA and the others compute by
 wgmma; without, all warps copy by cp.async and compute by mma.sync.
@@ -58,6 +63,7 @@ def forward_program(
         scale: T.float32,
     ):
         with T.Kernel(T.truncdiv(len_q + BLOCK_M - 1, BLOCK_M) * batch * heads_q, threads=THREADS) as program:
+            # s_…: in shared memory, while `s` alone is the scores. A fragment is spread over the threads' registers.
             s_q = T.alloc_shared([BLOCK_M, BLOCK_D], DTYPE)
             s_k = T.alloc_shared([BLOCK_N, BLOCK_D], DTYPE)
             s_v = T.alloc_shared([BLOCK_N, BLOCK_D], DTYPE)
@@ -109,7 +115,7 @@ def forward_program(
                     rescale[i] = exp((old_max[i] - shift[i]) * factor)
                     shift[i] *= factor
                 for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-                    s[i, j] = exp(s[i, j] * factor - shift[i])
+                    s[i, j] = exp(s[i, j] * factor - shift[i])  # from here on s holds P
                 T.reduce_sum(s, tile_sum, dim=1)
                 for i in T.Parallel(BLOCK_M):
                     row_sum[i] = row_sum[i] * rescale[i] + tile_sum[i]
@@ -119,6 +125,7 @@ def forward_program(
                     for i in T.Parallel(BLOCK_M):
                         if row_max[i] > old_max[i]:
                             moved = True
+                # `moved` is known at run time: a branch. `True` is known as the kernel is written: no branch.
                 if moved if LAZY_RESCALE else True:
                     for i, d in T.Parallel(BLOCK_M, BLOCK_D):
                         acc[i, d] *= rescale[i]
