@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import ClassVar, Protocol
@@ -132,6 +133,15 @@ class Port(ABC):
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:  # noqa: B027
         """Raises Unsupported, with the arithmetic written out, when the tile does not fit the target."""
 
+    def fitting(self, tiles: Iterable[Tile], problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+        """The tiles that `check_tile` lets pass, each once, in their order."""
+        passed = []
+        for tile in dict.fromkeys(tiles):
+            with suppress(Unsupported):
+                self.check_tile(problem, target, direction, tile)
+                passed.append(tile)
+        return passed
+
     @property
     def compiles(self) -> bool:
         """Whether the port has kernels to compile."""
@@ -152,6 +162,7 @@ class Port(ABC):
         """
         if not self.compiles:
             raise Unsupported(f"{self.name} has no kernels to compile")
+        check_type("target", target, Target)
         target, tile, switches = self._plan(problem, direction, target, tile, switches)
         return self._build(problem, target, direction, tile, switches)
 
@@ -248,7 +259,6 @@ class Port(ABC):
         switches: Switches | None,
     ) -> tuple[Target, Tile, Switches]:
         switches = _ALL_ON if switches is None else switches
-        check_type("target", target, Target)
         reason = self.unsupported(problem, target)
         if reason is not None:
             raise Unsupported(reason)
@@ -323,14 +333,17 @@ def _best_tile(port: Port, problem: Problem, target: Target, direction: Directio
 
 
 @cache
+def _native(device: torch.device) -> Target:
+    # On a CPU it is the Ada path that an interpreter walks.
+    return Target.detect(device) if device.type == "cuda" else ADA
+
+
 def _target_on(device: torch.device, target: Target | None) -> Target:
-    if device.type != "cuda":
-        return target or ADA  # on a CPU it is the Ada path that an interpreter walks
-    native = Target.detect(device)
+    native = _native(device)
     if target is None:
         return native
     check_type("target", target, Target)
-    if not target.runs_on(native):
+    if device.type == "cuda" and not target.runs_on(native):
         raise Unsupported(f"code for {target} does not run on {torch.cuda.get_device_name(device)}, which is {native}")
     return target
 

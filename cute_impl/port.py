@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
-from common.budget import over_budget
+from common.budget import check_budget
 from common.ports import NAIVE_TILE, dtype_reason
 from common.target import ADA
 
@@ -38,14 +38,7 @@ class CutePort(Port):
         table = TileTable.load(Path(__file__).with_name("tiles.yaml"))
         # The kernels are the Ada path's everywhere: where nothing was swept, so are the tiles.
         swept = table.lookup(problem, target, direction) or table.lookup(problem, ADA, direction)
-        return [tile for tile in (*swept, NAIVE_TILE) if self._can_take(problem, target, direction, tile)]
-
-    def _can_take(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> bool:
-        try:
-            self.check_tile(problem, target, direction, tile)
-        except Unsupported:
-            return False
-        return True
+        return self.fitting([*swept, NAIVE_TILE], problem, target, direction)
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -60,9 +53,7 @@ class CutePort(Port):
             )
         if tile.warps > 32:
             raise Unsupported(f"a block has at most 32 warps, got tile {tile}")
-        reason = over_budget(budget.shared_memory(problem, direction, tile), problem, target, tile)
-        if reason is not None:
-            raise Unsupported(reason)
+        check_budget(budget.shared_memory(problem, direction, tile), problem, target, tile)
 
     def _build(
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches

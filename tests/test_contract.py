@@ -363,6 +363,8 @@ def test_a_wrong_option_of_attention_is_refused(options: dict[str, Any], kind: t
         ({"problem": "b1-h1"}, "problem must be a Problem, got str"),
         ({"problem": None}, "problem must be a Problem, got NoneType"),
         ({"target": "ada"}, "target must be a Target, got str"),
+        ({"target": ""}, "target must be a Target, got str"),
+        ({"target": []}, "target must be a Target, got list"),
         ({"tile": (64, 64)}, "tile must be a Tile, got tuple"),
         ({"tile": "64x64"}, "tile must be a Tile, got str"),
         ({"switches": "naive"}, "switches must be a Switches, got str"),

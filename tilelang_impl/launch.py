@@ -66,7 +66,7 @@ class Launch:
     @property
     def name(self) -> str:
         """The kernel's name."""
-        return self.program.__name__.replace("program", "kernel")
+        return self.kernel.name
 
     @property
     def pass_configs(self) -> dict[str, Any]:
@@ -96,6 +96,11 @@ class Kernel:
     constants: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
 
+    @property
+    def name(self) -> str:
+        """What the function that it is compiled from is called."""
+        return self.program.__name__.replace("program", "kernel")
+
     def compile(self, sm: str) -> Callable[..., None]:
         """The kernel for an architecture, from this process' cache, TileLang's on disk, or the compiler."""
         return _compiled(self, sm)
@@ -117,8 +122,7 @@ def _compiled(kernel: Kernel, sm: str) -> Callable[..., None]:
             )
         except Exception as error:  # the compiler raises many kinds
             nvcc()  # where there is none, that is the reason
-            name = kernel.program.__name__.replace("program", "kernel")
-            raise Unsupported(f"TileLang cannot compile {name} for {sm}: {last_line(error)}") from error
+            raise Unsupported(f"TileLang cannot compile {kernel.name} for {sm}: {last_line(error)}") from error
     # TileLang's object would look at every argument in Python once more; what it calls in the end is this.
     executable = compiled.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from common import Build, Direction, Kernel, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
-from common.budget import over_budget
+from common.budget import check_budget
 from common.ports import dtype_reason
 
 from . import budget
@@ -44,8 +44,7 @@ class TilelangPort(Port):
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
         swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
-        candidates = dict.fromkeys([*swept, *_candidates(problem, target, direction)])
-        return [tile for tile in candidates if self._over_budget(problem, target, direction, tile) is None]
+        return self.fitting([*swept, *_candidates(problem, target, direction)], problem, target, direction)
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -70,13 +69,7 @@ class TilelangPort(Port):
             most = WARPS_MAX - 4 if asynchronous(target, part, owned_rows) else WARPS_MAX
             if part.warps > most:
                 raise Unsupported(f"a block has at most {most} warps that compute, got tile {tile}")
-        reason = self._over_budget(problem, target, direction, tile)
-        if reason is not None:
-            raise Unsupported(reason)
-
-    @staticmethod
-    def _over_budget(problem: Problem, target: Target, direction: Direction, tile: Tile) -> str | None:
-        return over_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
+        check_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
 
     def _build(
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches

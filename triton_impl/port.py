@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
-from common.budget import over_budget
+from common.budget import check_budget
 from common.ports import dtype_reason
 
 from . import budget
@@ -35,8 +35,7 @@ class TritonPort(Port):
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
         swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
-        candidates = dict.fromkeys([*swept, *_candidates(problem, target, direction)])
-        return [tile for tile in candidates if self._over_budget(problem, target, direction, tile) is None]
+        return self.fitting([*swept, *_candidates(problem, target, direction)], problem, target, direction)
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -52,13 +51,7 @@ class TritonPort(Port):
         for warps in (tile.warps, tile.get("dq_warps", tile.warps)):
             if warps & (warps - 1) or warps > 32:
                 raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
-        reason = self._over_budget(problem, target, direction, tile)
-        if reason is not None:
-            raise Unsupported(reason)
-
-    @staticmethod
-    def _over_budget(problem: Problem, target: Target, direction: Direction, tile: Tile) -> str | None:
-        return over_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
+        check_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
 
     def _build(
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
