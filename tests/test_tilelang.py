@@ -24,7 +24,15 @@ from tilelang_impl import budget, toolchain  # noqa: E402
 from tilelang_impl.backward import plan_backward  # noqa: E402
 from tilelang_impl.blocks import tile_range  # noqa: E402
 from tilelang_impl.build import lower, plan  # noqa: E402
-from tilelang_impl.launch import band, block_d, padded_len, settle  # noqa: E402
+from tilelang_impl.launch import (  # noqa: E402
+    LOWERING_ATTEMPTS,
+    UNPROVEN,
+    band,
+    block_d,
+    in_a_fresh_thread,
+    padded_len,
+    settle,
+)
 
 from .cases import LAYOUTS, laid_out  # noqa: E402
 from .subjects import TILELANG as SUBJECT  # noqa: E402
@@ -336,6 +344,24 @@ def test_without_nvcc_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
         monkeypatch.setattr("tilelang.contrib.nvcc.CUDA_HOME", home)
         with pytest.raises(Unsupported, match=r"nvcc.*neither under CUDA_HOME.*pip install '\.\[nvcc\]'"):
             TILELANG.build(Problem(1, 1, 1, 64, 64, 64), ADA, "forward")
+
+
+def test_a_lowering_that_could_not_prove_something_is_tried_again_and_another_failure_is_not() -> None:
+    tried: list[str] = []
+
+    def fails(text: str, times: int) -> str:
+        tried.append(text)
+        if len(tried) <= times:
+            raise RuntimeError(text)
+        return "kernel"
+
+    assert in_a_fresh_thread(lambda: fails(f"[ThreadSync] {UNPROVEN} inside …", 2)) == "kernel"
+    assert len(tried) == 3
+    for text, attempts in ((UNPROVEN, LOWERING_ATTEMPTS), ("another reason", 1)):
+        tried.clear()
+        with pytest.raises(RuntimeError, match=text):
+            in_a_fresh_thread(lambda text=text: fails(text, 9))  # type: ignore[misc]
+        assert len(tried) == attempts
 
 
 def test_another_version_of_tilelang_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,9 +118,11 @@ def dkdv_program(
     SUM = dq_sum_shape(batch, heads_q, row_blocks, BLOCK_D) if ATOMIC_DQ else (batch, heads_q, 2, rows)
     exp = T.exp2 if EXP2 else T.exp
     # A key past the end scores 0, and exp(0 - lse) may be infinite. That spoils rows of dK and dV that nobody stores,
-    # but every row of dQ: the sum of dq has the scores of such keys start at -inf, which costs no comparison a step.
+    # but every row of dQ. Where there are comparisons, a tile of keys with such a key is compared all along its walk;
+    # where there are none, the scores of such keys start at -inf.
     MASKED = HAS_LOW or HAS_HIGH or not EDGES
-    steps = ["q", "do", "stats", *(["start"] if ATOMIC_DQ else []), "s", "dp", "exp", *(["mask"] if MASKED else [])]
+    STARTED = ATOMIC_DQ and not MASKED
+    steps = ["q", "do", "stats", *(["start"] if STARTED else []), "s", "dp", "exp", *(["mask"] if MASKED else [])]
     steps += ["p", "dv", "ds", "ds_cast", *(["s_ds", "dk", "dq", "dq_sum"] if ATOMIC_DQ else ["dk"])]
 
     @T.prim_func
@@ -154,6 +156,7 @@ def dkdv_program(
             if ATOMIC_DQ:
                 s_ds_t = T.alloc_shared([BLOCK_N, BLOCK_M], DTYPE)
                 dq = T.alloc_fragment([BLOCK_M, BLOCK_D], "float32")
+            if STARTED:
                 start = T.alloc_fragment([BLOCK_N], "float32")
 
             b, h_kv, key_begin = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -167,6 +170,8 @@ def dkdv_program(
                 key_begin, T.min(key_begin + BLOCK_N, len_k) - 1, len_q, -high, -low, BLOCK_M,
                 HAS_HIGH, HAS_LOW, SKIP, EDGES, RAGGED=False,
             )  # fmt: skip
+            # A number past every tile: with `end` the compiler would keep one more value in the loop, and spill others.
+            edge_until = T.if_then_else(key_begin + BLOCK_N > len_k, 1 << 30, full_begin) if ATOMIC_DQ else full_begin
             tiles = end - begin
             group = T.truncdiv(heads_q, heads_kv)
             factor = scale * LOG2_E if EXP2 else scale
@@ -175,7 +180,7 @@ def dkdv_program(
             T.copy(rows_of(V, LAYOUTS[3], b, h_kv, key_begin, BLOCK_N, BLOCK_D), s_v)
             T.fill(dk, 0)
             T.fill(dv, 0)
-            if ATOMIC_DQ:
+            if STARTED:
                 for j in T.Parallel(BLOCK_N):
                     start[j] = T.if_then_else(key_begin + j < len_k, 0.0, -T.infinity("float32"))
             # The heads of a group follow one another in one walk, so that the pipeline fills once.
@@ -186,15 +191,15 @@ def dkdv_program(
                 T.copy(rows_of(Q, LAYOUTS[1], b, h, m * BLOCK_M, BLOCK_M, BLOCK_D), s_q)
                 T.copy(rows_of(DO, LAYOUTS[0], b, h, m * BLOCK_M, BLOCK_M, BLOCK_D), s_do)
                 T.copy(STATS[b, h, 0:2, m * BLOCK_M : (m + 1) * BLOCK_M], s_stats)
-                if ATOMIC_DQ:
+                if STARTED:
                     for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                         p_t[j, i] = start[j]
-                T.gemm(s_k, s_q, p_t, transpose_B=True, clear_accum=not ATOMIC_DQ, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(s_k, s_q, p_t, transpose_B=True, clear_accum=not STARTED, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(s_v, s_do, dp_t, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                     p_t[j, i] = exp(p_t[j, i] * factor - s_stats[0, i])  # until here p_t held the scores
                 if MASKED:  # noqa: SIM102 (this one is decided now, the next by the kernel)
-                    if T.Or(m < full_begin, m >= full_end):
+                    if T.Or(m < edge_until, m >= full_end):
                         for j, i in T.Parallel(BLOCK_N, BLOCK_M):
                             seen = visible(m * BLOCK_M + i, key_begin + j, len_k, low, high, HAS_LOW, HAS_HIGH)
                             p_t[j, i] = T.if_then_else(seen, p_t[j, i], 0.0)

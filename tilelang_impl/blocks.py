@@ -97,7 +97,7 @@ def dq_sum_at(batch, head, row_block, i, d):
 
 
 def walk(count, STAGES, ASYNC, steps, last_reader):
-    """The pipelined loop of `count` iterations over a body of `steps`, named in their order.
+    """The pipelined loop of `count` iterations, at least one, over a body of `steps`, named in their order.
 
     last_reader: for each copy, the first steps of the body, the step that reads its buffer last.
     STAGES: buffers of each copy; 0 is a plain loop, that of the naive rung. With TMA a warpgroup of its own copies as
@@ -105,6 +105,9 @@ def walk(count, STAGES, ASYNC, steps, last_reader):
     for every buffer, so there the schedule is said by hand: the copies of iteration `t + STAGES - 1` are sent off
     before iteration t computes, or, into a single buffer, those of `t + 1` as soon as iteration t has read it.
     """
+    count = T.max(
+        count, 1
+    )  # as it is anyhow (`tile_range`); the compiler now sees it, and guards no part of the pipeline
     if STAGES == 0 or ASYNC:
         return T.Pipelined(count, num_stages=STAGES)
     sequence = list(steps)
