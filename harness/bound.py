@@ -37,7 +37,7 @@ def bound(least: Mapping[str, float], ms: float | None, ceilings: Ceilings, coun
     """What holds a kernel back, in words. ms: what it takes; None where nothing was timed, and then its roof is told.
 
     In this order: a ceiling that it comes near; what the counters find near its peak; products and exponentials one
-    after the other; that it is over too soon; and then it waits, for what the counters say.
+    after the other; that it is over too soon; and else latency, its warps waiting for what the counters say.
     """
     if not least:
         return "–"
@@ -54,9 +54,9 @@ def bound(least: Mapping[str, float], ms: float | None, ceilings: Ceilings, coun
         return "products and exponentials in turn"
     if ms < SHORT_MS:
         return "too short"
-    if counters is None:
-        return "waiting"
-    told = [f"waiting for {counters.stalls[0][0]}" if counters.stalls else "waiting"]
-    if counters.warps_percent is not None and counters.warps_percent < FEW_WARPS:
+    told = ["latency"]
+    if counters is not None and counters.stalls:
+        told.append(f"stalled on {counters.stalls[0][0]}")
+    if counters is not None and counters.warps_percent is not None and counters.warps_percent < FEW_WARPS:
         told.append("few warps")
     return ", ".join(told)

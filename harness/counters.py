@@ -43,7 +43,7 @@ WANTED = {
     "bank_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
     "wavefronts": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",),
 }
-STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!selected)(\w+?)_per_issue_active")
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!selected|not_selected)(\w+?)_per_issue_active")
 STALLS_KEPT = 3
 UNITS = {
     "": 1.0,
@@ -71,7 +71,8 @@ class Counters:
 
     tensor_percent: cycles in which the matrix unit works. warps_percent: resident warps, of those that could be.
     dram_bytes, l2_bytes: read and written. bank_conflicts: of shared memory, and `wavefronts`, the passes that its
-    accesses took with them. stalls: the reasons for which warps wait most, and how many warps do at each issue.
+    accesses took with them. stalls: the reasons for which warps wait most, as ncu calls them, and
+    how many warps do at each issue.
     """
 
     ms: float | None = None
@@ -121,7 +122,7 @@ def count(setting: Setting, name: str, case: Case, directions: Sequence[Directio
         ]
         done = _run([*command, *ours])
     counted = tuple(parse(done.stdout))
-    return Counted(counted) if counted else Counted(reason=reason_of(done.stdout + done.stderr))
+    return Counted(counted) if counted else Counted(reason=reason_of(done.stdout, done.stderr))
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -173,13 +174,13 @@ def _figure(text: str | None, unit: str | None) -> float | None:
         return None
 
 
-def reason_of(printed: str) -> str:
-    """Why ncu gave no figures, from what it printed."""
-    if "ERR_NVGPUCTRPERM" in printed:
+def reason_of(printed: str, complained: str) -> str:
+    """Why ncu gave no figures, from what it printed and what the process that it ran complained of."""
+    if "ERR_NVGPUCTRPERM" in printed + complained:
         return FORBIDDEN
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")]
-    return f"ncu counted nothing: {(errors or lines[-1:] or ['it said nothing'])[0]}"
+    errors = [line.removeprefix("==ERROR==").strip() for line in printed.splitlines() if line.startswith("==ERROR==")]
+    last = [line.strip() for line in complained.splitlines() if line.strip()][-1:]
+    return f"ncu counted nothing: {'; '.join([*errors[:1], *last]) or 'it said nothing'}"
 
 
 def launch_all(request: str) -> None:

@@ -16,7 +16,7 @@ from .roofline_records import Spot, ceilings_of, native_of, spots_of
 from .tables import Table, problem_cells
 
 ABOUT = ("B,H,D", "dtype", "N", "mask", "direction", "port", "kernel", "by")
-COUNTED = ("matrix unit %", "warps %", "DRAM MB", "L2 MB", "conflicts %", "waiting for (warps)")
+COUNTED = ("matrix unit %", "warps %", "DRAM MB", "L2 MB", "conflicts %", "stalls (warps)")
 COUNTS = ("credited GFLOP", "GFLOP", "MB", "FLOP/B")
 BLANK = "–"
 HOW = (
@@ -32,7 +32,7 @@ HOW_TIMED = (
 HOW_COUNTED = (
     "By ncu, of another launch, with cold caches: matrix unit: cycles in which it works; warps: resident, of those "
     "that could be; DRAM, L2: read and written; conflicts: passes through shared memory that bank conflicts add; "
-    "waiting for: why warps wait, and how many do at each issue."
+    "stalls: why warps wait, and how many do at each issue."
 )
 
 

@@ -150,9 +150,9 @@ def test_a_kernel_is_held_back_by_the_ceiling_it_comes_near() -> None:
     assert bound(least, 1.2, CARD) == "products"
     assert bound(least | {"memory": 1.1}, 1.2, CARD) == "memory"
     assert bound(least, 1.45, CARD) == "products and exponentials in turn"
-    assert bound(least, 3.0, CARD) == "waiting"
-    assert bound(least, 3.0, CARD, COUNTS) == "waiting for wait, few warps"
-    assert bound(least, 3.0, CARD, replace(COUNTS, warps_percent=60.0)) == "waiting for wait"
+    assert bound(least, 3.0, CARD) == "latency"
+    assert bound(least, 3.0, CARD, COUNTS) == "latency, stalled on wait, few warps"
+    assert bound(least, 3.0, CARD, replace(COUNTS, warps_percent=60.0)) == "latency, stalled on wait"
     assert bound(least, 3.0, CARD, replace(COUNTS, tensor_percent=75.0)) == "the matrix unit"
     assert bound(least, 3.0, CARD, replace(COUNTS, dram_bytes=1.5e9)) == "memory, which moves more than counted"
     assert bound({"memory": 0.0005}, 0.002, CARD) == "too short"
@@ -209,11 +209,13 @@ def test_what_ncu_prints_is_read_with_its_units() -> None:
 
 def test_why_ncu_counts_nothing_is_one_line() -> None:
     refused = "==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access ...\n"
-    assert reason_of(refused) == FORBIDDEN
-    assert reason_of("==PROF== x\n==ERROR== The application returned an error code (1).\nmore") == (
-        "ncu counted nothing: The application returned an error code (1)."
+    assert reason_of(refused, "") == reason_of("", refused) == FORBIDDEN
+    printed = "==PROF== x\n==ERROR== The application returned an error code (1).\nmore"
+    complained = "Traceback (most recent call last):\n  File x\nRuntimeError: no memory\n"
+    assert reason_of(printed, complained) == (
+        "ncu counted nothing: The application returned an error code (1).; RuntimeError: no memory"
     )
-    assert reason_of("") == "ncu counted nothing: it said nothing"
+    assert reason_of("", "") == "ncu counted nothing: it said nothing"
 
 
 def test_ncu_is_asked_for_the_counters_that_the_card_has() -> None:
@@ -296,7 +298,7 @@ def test_every_kernel_has_its_counts_its_rate_and_what_holds_it_back(
     assert all(row["held back by"] == "too short" for row in named if row["kernel"] != "all")
     assert named[1]["matrix unit %"] == "41.5"
     assert named[1]["conflicts %"] == "25.0"
-    assert named[1]["waiting for (warps)"] == "wait 2.5, long_scoreboard 1.2"
+    assert named[1]["stalls (warps)"] == "wait 2.5, long_scoreboard 1.2"
     assert named[2]["held back by"] == "prepare_kernel, 33 % of its kernels' time"
     assert "its calls also ran fill 0.0005 ms" in out
     records = read_records(path, ("roofline",))

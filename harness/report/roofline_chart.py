@@ -19,19 +19,26 @@ from ..roofline_records import Spot, ceilings_of, problem_key, spots_of
 from .contestants import Contestant
 from .svg import WIDTH, LogScale, element, line, mark, picture, text
 
-LEFT, RIGHT, TOP, BOTTOM = 46, 350, 22, 226
+LEFT, RIGHT, TOP, BOTTOM = 46, 278, 22, 262
 KEY, ROW = 52, 15  # from the axis to the first line of words, and from one to the next
+HEADING = 42  # what a chart has above it in a file of its own
 SHAPES = {"forward": "circle", "delta": "square", "dk, dv": "triangle", "dq": "diamond"}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture's elements, its height, and the texts that stand for it."""
+    """A picture's elements, its height, what it is of, and the text that stands for it."""
 
     elements: tuple[Markup, ...]
     height: float
-    title: str
+    problem: str
+    path: str
     description: str
+
+    @property
+    def title(self) -> str:
+        """What it is, in a line."""
+        return f"Roofline: {self.problem}, {self.path}"
 
     @property
     def picture(self) -> Markup:
@@ -52,22 +59,22 @@ def roofline_chart(records: Sequence[Record]) -> Chart | None:
     top = max(ceilings.matrix_tflops.values())
     x = LogScale.holding([*(spot.intensity for spot in spots), top / slope], LEFT, RIGHT)
     y = LogScale.holding([*(spot.tflops or top for spot in spots), top * 1.2], BOTTOM, TOP)
-    words = [_in_words(spot) for spot in spots]
-    title = f"Roofline: {problem_of(records[0]['problem']).id}, {path_of(records[0])}"
+    words = [f"{_rate(spot)}, held back by {spot.bound}" for spot in spots]
     told = [f"copy {ceilings.copy_gbs:.0f} GB/s"]
     told += [f"{name} {rate:.0f} TFLOP/s" for name, rate in ceilings.matrix_tflops.items()]
     return Chart(
-        (*_frame(x, y), *_roofs(ceilings, slope, x, y), *_marks(spots, words, x, y), *_key(spots, words)),
+        (*_frame(x, y), *_roofs(ceilings, slope, x, y), *_marks(spots, words, x, y), *_key(spots)),
         height=BOTTOM + KEY + ROW * len(spots),
-        title=title,
+        problem=problem_of(records[0]["problem"]).id,
+        path=path_of(records[0]),
         description=f"TFLOP/s against FLOP/B, both in logarithms. Ceilings: {', '.join(told)}. {'; '.join(words)}.",
     )
 
 
-def _in_words(spot: Spot) -> str:
-    share = f", {100 * spot.roof_ms / spot.ms:.0f} % of roof" if spot.roof_ms and spot.ms else ""
-    rate = f"{spot.tflops:.3g} TF/s" if spot.instruction else f"{spot.gbs:.0f} GB/s"
-    return f"{spot.record['port']} {spot.role}: {rate}{share}: {spot.bound}"
+def _rate(spot: Spot) -> str:
+    share = f", {100 * spot.roof_ms / spot.ms:.0f} % of its roof" if spot.roof_ms and spot.ms else ""
+    rate = f"{spot.tflops:.3g} TFLOP/s" if spot.instruction else f"{spot.gbs:.0f} GB/s"
+    return f"{spot.record['port']} {spot.role}: {rate}{share}"
 
 
 def _frame(x: LogScale, y: LogScale) -> list[Markup]:
@@ -89,7 +96,7 @@ def _roofs(ceilings: Ceilings, slope: float, x: LogScale, y: LogScale) -> list[M
     parts = []
     for name, rate in ceilings.matrix_tflops.items():
         parts.append(line(x(rate / slope), y(rate), RIGHT, y(rate), "axis"))
-        parts.append(text(f"{name} {rate:.0f}", RIGHT, y(rate) - 4, class_="tick", anchor="end"))
+        parts.append(text(f"{name} {rate:.0f}", RIGHT + 4, y(rate) + 4, class_="tick"))
     begin, end = max(x.low, y.low / slope), max(ceilings.matrix_tflops.values()) / slope
     parts.append(line(x(begin), y(begin * slope), x(end), y(end * slope), "axis"))
     middle = (begin * end) ** 0.5
@@ -105,13 +112,13 @@ def _marks(spots: Sequence[Spot], words: Sequence[str], x: LogScale, y: LogScale
     ]
 
 
-def _key(spots: Sequence[Spot], words: Sequence[str]) -> list[Markup]:
+def _key(spots: Sequence[Spot]) -> list[Markup]:
     """A line of words for each mark."""
-    parts = []
-    for i, (spot, told) in enumerate(zip(spots, words, strict=True)):
-        at = BOTTOM + KEY + ROW * i
-        parts.append(_of_port(spot, mark(SHAPES[spot.role], 8, at - 4), text(told, 18, at, class_="name")))
-    return parts
+    places = [BOTTOM + KEY + ROW * i for i in range(len(spots))]
+    return [
+        _of_port(spot, mark(SHAPES[spot.role], 8, y - 4), text(_rate(spot), 18, y, class_="name"))
+        for spot, y in zip(spots, places, strict=True)
+    ]
 
 
 def _of_port(spot: Spot, *children: Markup) -> Markup:
@@ -133,12 +140,11 @@ def standalone(records: Sequence[Record]) -> str:
     drawn = charts(records)
     parts, height = [], 0.0
     for chart in drawn:
-        heading = text(chart.title, 0, 14, class_="name")
-        moved = element("g", *chart.elements, transform="translate(0 26)")
-        parts.append(
-            element("g", element("desc", chart.description), heading, moved, transform=f"translate(0 {height:g})")
-        )
-        height += chart.height + 26
+        heading = text(chart.problem, 0, 14, class_="name"), text(chart.path, 0, 30, class_="tick")
+        moved = element("g", *chart.elements, transform=f"translate(0 {HEADING})")
+        place = f"translate(0 {height:g})"
+        parts.append(element("g", element("desc", chart.description), *heading, moved, transform=place))
+        height += chart.height + HEADING
     return element(
         "svg",
         element("title", "; ".join(chart.title for chart in drawn) or "No kernel has a time"),
@@ -148,4 +154,5 @@ def standalone(records: Sequence[Record]) -> str:
         viewBox=f"-8 -8 {WIDTH + 16} {height + 16:g}",
         class_="rooflines",
         role="img",
+        font_family="system-ui, sans-serif",
     )
