@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from common import Card, Target
 from common.work import FMA
 
-from .bench_tables import changed_notes, check_cell, path_of
+from .bench_tables import changed_notes, path_of
 from .ceilings import Ceilings
 from .provenance import in_words
 from .reader import Record
@@ -95,10 +95,10 @@ def kernel_table(records: Sequence[Record]) -> Table:
     for record in records:
         problem, more = problem_of(record["problem"]), [BLANK] * (len(COUNTED) if has_counters else 0)
         about = (*problem_cells(problem), record["direction"], record["port"])
-        table.add(*about, "all", BLANK, *_whole_cells(record), *more, check_cell(record), problem=problem)
+        table.add(*about, "all", BLANK, *_whole_cells(record), *more, _verdict(record), problem=problem)
         for spot in spots_of(record):
             counted = _counted_cells(spot) if has_counters else []
-            cells = (*about, spot.name, spot.instruction or BLANK, *_cells(spot), *counted, record["verdict"])
+            cells = (*about, spot.name, spot.instruction or BLANK, *_cells(spot), *counted, record["verdict"] or BLANK)
             table.add(*cells, problem=problem)
     table.notes += dict.fromkeys(note for record in records for note in _notes(record))
     table.notes += [HOW, HOW_TIMED] + ([HOW_COUNTED] if has_counters else [])
@@ -107,7 +107,15 @@ def kernel_table(records: Sequence[Record]) -> Table:
     return table
 
 
-def whole_ms(record: Record) -> float | None:
+def _verdict(record: Record) -> str:
+    """The verdict, and why there is no time."""
+    if record["verdict"] == "pass":
+        return f"pass, not timed: {record['untimed']}" if record["untimed"] else "pass"
+    why = record["reason"] or BLANK
+    return f"FAIL: {why}" if record["verdict"] == "fail" else why
+
+
+def _whole_ms(record: Record) -> float | None:
     """The median milliseconds of a direction as a whole."""
     times = timing_of(record)
     return None if times is None else times.median(record["port"])
@@ -121,7 +129,7 @@ def _whole_counts(record: Record) -> tuple[str, ...]:
 
 
 def _whole_cells(record: Record) -> tuple[str, ...]:
-    ms, spots = whole_ms(record), spots_of(record)
+    ms, spots = _whole_ms(record), spots_of(record)
     if ms is None:
         return *_whole_counts(record), *[BLANK] * 5
     rates = f"{record['flops'] / 1e9 / ms:.1f}", f"{record['bytes'] / 1e6 / ms:.0f}"
