@@ -7,6 +7,7 @@ from .ports import Build, Kernel, Port, Unsupported, check_tensors, port, port_n
 from .problem import DTYPE_NAMES, Direction, Problem
 from .target import Card, Target
 from .tile import RUNGS, Switches, Tile, TileTable
+from .work import Work
 
 __all__ = [
     "DTYPE_NAMES",
@@ -26,6 +27,7 @@ __all__ = [
     "TileKind",
     "TileTable",
     "Unsupported",
+    "Work",
     "attention",
     "check_tensors",
     "empty",

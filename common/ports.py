@@ -19,6 +19,7 @@ from .errors import Unsupported, check_strided, check_type
 from .problem import DTYPE_NAMES, Direction, Problem, check_direction
 from .target import ADA, Target
 from .tile import Switches, Tile
+from .work import Work
 
 __all__ = ["Build", "Kernel", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
 
@@ -117,7 +118,7 @@ class Port(ABC):
     The public methods hold what is the same for all: validation, the dimension a single head leaves out, the copy of a
     tensor whose last stride is not 1, and problems with nothing to compute. A port writes `_forward` and `_backward`,
     which see four-dimensional tensors with a last stride of 1, at least one query and at least one key; one that
-    compiles writes `_build`, and `_kernels` if that takes long.
+    compiles writes `_build` and `_launches`, and `_kernels` if compiling takes long.
     """
 
     name: ClassVar[str]
@@ -185,6 +186,27 @@ class Port(ABC):
         switches = _ALL_ON if switches is None else switches
         tile = self.choose_tile(problem, target, direction, None, switches)
         return self._kernels(problem, target, direction, tile, switches, dlse, deterministic)
+
+    def launches(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        *,
+        tile: Tile | None = None,
+        switches: Switches | None = None,
+        dlse: bool = False,
+        deterministic: bool = False,
+    ) -> tuple[Work, ...]:
+        """The work of each kernel that a call launches, in their order; dlse: whether it is given the gradient of lse.
+
+        Empty for a port without kernels, and where there is nothing to compute. Copies of tensors that a port cannot
+        take as they are come on top. Raises Unsupported as the call would.
+        """
+        target, tile, _ = self._plan(problem, direction, target, tile, switches)
+        if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
+            return ()
+        return self._launches(problem, target, direction, tile, dlse, deterministic)
 
     def forward(
         self,
@@ -291,6 +313,11 @@ class Port(ABC):
         dlse: bool,
         deterministic: bool,
     ) -> Sequence[Kernel]:
+        return ()
+
+    def _launches(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+    ) -> tuple[Work, ...]:
         return ()
 
     @abstractmethod

@@ -8,10 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported, Work
 from common.budget import check_budget
 from common.ports import NAIVE_TILE, dtype_reason
 from common.target import ADA
+from common.work import backward_work, forward_work
 
 from . import backward_budget, budget
 from .backward import backward, plan_backward
@@ -59,6 +60,20 @@ class CutePort(Port):
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
     ) -> list[Build]:
         return build(problem, target, direction, tile, switches)
+
+    def _launches(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+    ) -> tuple[Work, ...]:
+        # The device's name of a kernel has its class in it.
+        if direction == "forward":
+            return forward_work("ForwardKernel", ADA.instruction)
+        adds_dq = bool(tile.get("atomics", 0)) and not deterministic
+        return backward_work(
+            ("PrepareKernel", "DkdvKernel", "CastKernel" if adds_dq else "DqKernel"),
+            (ADA.instruction, ADA.instruction),
+            adds_dq=adds_dq,
+            dlse=dlse,
+        )
 
     def _kernels(
         self,

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from . import cli_checks, cli_learn, cli_measures  # noqa: F401  # they add their commands
+from . import cli_checks, cli_learn, cli_measures, cli_roofline  # noqa: F401  # they add their commands
 from .cli_options import INTERRUPTED, FormatOption, JsonOption, app, piped, prepare
 from .errors import UsageError, complain
 from .options import TOLERANCE_PERCENT, Format
@@ -105,8 +105,8 @@ def report_command(
 ) -> None:
     """Write one HTML page of records: verdicts, bars of TFLOP/s, time and memory against N, and all the tables.
 
-    It takes what --json of run, bench, matrix and memory has written. The page loads nothing: it can be mailed, and
-    opens from disk. Its filters are kept in its address, so that a link shows the same view.
+    It takes what --json of run, bench, matrix, memory and roofline has written. The page loads nothing: it can be
+    mailed, and opens from disk. Its filters are kept in its address, so that a link shows the same view.
 
     Exit status: 0 all good, 2 wrong usage.
 

@@ -7,7 +7,7 @@ calls need of one case, its inputs and its truth, is made once and kept until th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -237,10 +237,13 @@ def time_row(setting: Setting, names: Sequence[str], case: Case, span: Span, rou
                 contestants[name] = _ready(stand.new_trial(name), span, device)
             except Exception as error:  # out of memory, mostly
                 dropped[name] = f"raised {one_line(error)}"
-        timed = (
-            timing.measure(contestants, _stopwatch(device), rounds=rounds, seed=setting.seed) if contestants else None
-        )
+        timed = by_turns(setting, contestants, rounds) if contestants else None
     return TimedRow(timed, dropped)
+
+
+def by_turns(setting: Setting, contestants: Mapping[str, Contestant], rounds: int) -> Timing:
+    """Times contestants against each other, on this process' stopwatch."""
+    return timing.measure(contestants, _stopwatch(setting.environment.device), rounds=rounds, seed=setting.seed)
 
 
 def _ready(trial: Trial, span: Span, device: torch.device) -> Contestant:

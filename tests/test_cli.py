@@ -160,7 +160,21 @@ sys.meta_path.insert(0, Crash())
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "matrix", "bench", "ladder", "memory", "compile", "fuzz", "compare", "tables", "doctor", "trace"]
+    "command",
+    [
+        "run",
+        "matrix",
+        "bench",
+        "ladder",
+        "roofline",
+        "memory",
+        "compile",
+        "fuzz",
+        "compare",
+        "tables",
+        "doctor",
+        "trace",
+    ],
 )
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -63,7 +63,7 @@ class Page(HTMLParser):
 def test_the_page_has_every_part_and_a_text_for_every_picture(tmp_path: Path) -> None:
     text = report(tmp_path, *bench(), failed(), *memory())
     page = Page(text)
-    assert [one["id"] for one in page.all("section")] == ["verdicts", "speed", "memory", "how", "origins"]
+    assert [one["id"] for one in page.all("section")] == ["verdicts", "speed", "memory", "rooflines", "how", "origins"]
     pictures = page.all("svg")
     # 2 paths × 2 directions × 2 masks, each with a picture a length and one of time; and two of memory.
     assert len(pictures) == 8 * 3 + 2
@@ -142,9 +142,12 @@ def test_a_wrong_cell_names_its_worst_element(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "missing"),
     [
-        (lambda: memory(), ["harness matrix", "harness bench"]),
-        (lambda: [timed()], ["harness memory", "harness matrix"]),
-        (lambda: [timed(samples=None, host_us=None)], ["harness matrix", "harness bench", "harness memory"]),
+        (lambda: memory(), ["harness matrix", "harness bench", "harness roofline"]),
+        (lambda: [timed()], ["harness memory", "harness matrix", "harness roofline"]),
+        (
+            lambda: [timed(samples=None, host_us=None)],
+            ["harness matrix", "harness bench", "harness memory", "harness roofline"],
+        ),
     ],
 )
 def test_what_there_are_no_records_of_is_a_sentence_with_the_command(

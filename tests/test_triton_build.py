@@ -163,6 +163,15 @@ def test_no_tile_for_a_geforce_card_leaves_mma_sync(answers: dict[str, Any], req
             assert ("cp.async" in one.instructions) == (one.tile.stages > 1)
 
 
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_the_instruction_that_a_launch_is_counted_by_is_in_its_code(answers: dict[str, Any], request_: Request) -> None:
+    tile = None if request_.tile is None else Tile(**request_.tile)
+    works = TRITON.launches(request_.problem, Target.named(request_.target), request_.direction, tile=tile)
+    for work, built in zip(works, kernels(answers, request_), strict=True):
+        assert work.kernel == built.kernel
+        assert {"mma.sync", "wgmma", "tcgen05"} & set(built.instructions) == {work.instruction} - {"", "fma"}
+
+
 @pytest.mark.parametrize("request_", SHIPPED, ids=str)
 def test_shipped_tiles_spill_no_more_than_they_did(answers: dict[str, Any], request_: Request) -> None:
     recorded = Spills()

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Kernel, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common import Build, Direction, Kernel, Port, Problem, Switches, Target, Tile, TileTable, Unsupported, Work
 from common.budget import check_budget
 from common.ports import dtype_reason
+from common.work import backward_work, forward_work
 
 from . import budget
 from .backward import backward, plan_backward
@@ -75,6 +76,22 @@ class TilelangPort(Port):
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
     ) -> list[Build]:
         return build(problem, target, direction, tile, switches)
+
+    def _launches(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+    ) -> tuple[Work, ...]:
+        def instruction(part: Tile, owned_rows: int) -> str:
+            return target.instruction if asynchronous(target, part, owned_rows) else "mma.sync"
+
+        if direction == "forward":
+            return forward_work("forward_kernel", instruction(tile, tile.block_m))
+        adds_dq, dq = not deterministic and bool(tile.get("atomic_dq", 0)), budget.dq_tile(tile)
+        return backward_work(
+            ("prepare_kernel", "dkdv_kernel", "scale_dq_kernel" if adds_dq else "dq_kernel"),
+            (instruction(tile, tile.block_n), instruction(dq, dq.block_m)),
+            adds_dq=adds_dq,
+            dlse=dlse,
+        )
 
     def _kernels(
         self,

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from common import Problem, Switches, Target, Tile, Unsupported
+from common.work import FMA
 
 from .blocks import counting_kernel
 
@@ -141,6 +142,16 @@ def constants(kernel: Any, problem: Problem, tile: Tile, switches: Switches, **m
         **more,
     }
     return {name: values[name] for name in kernel.arg_names if name in values}
+
+
+def instruction(problem: Problem, target: Target, tile: Tile, owned_rows: int) -> str:
+    """What the compiler makes the products of a kernel of, whose program owns so many rows (`common.Work`).
+
+    The asynchronous instructions of Hopper and Blackwell take whole warpgroups and 64 rows; less is left to `mma.sync`.
+    """
+    if problem.dtype == torch.float32:
+        return FMA
+    return target.instruction if tile.warps % 4 == 0 and owned_rows >= 64 else "mma.sync"
 
 
 def block_d(problem: Problem) -> int:

@@ -7,15 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported, Work
 from common.budget import check_budget
 from common.ports import dtype_reason
+from common.work import backward_work, forward_work
 
 from . import budget
 from .backward import backward
 from .build import build
 from .forward import forward
-from .launch import INTERPRET, interpreter_fault
+from .launch import INTERPRET, instruction, interpreter_fault
 
 EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
 
@@ -57,6 +58,19 @@ class TritonPort(Port):
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
     ) -> list[Build]:
         return build(problem, target, direction, tile, switches)
+
+    def _launches(
+        self, problem: Problem, target: Target, direction: Direction, tile: Tile, dlse: bool, deterministic: bool
+    ) -> tuple[Work, ...]:
+        if direction == "forward":
+            return forward_work("forward_kernel", instruction(problem, target, tile, tile.block_m))
+        dq = budget.dq_tile(tile)
+        return backward_work(
+            ("prepare_kernel", "dkdv_kernel", "dq_kernel"),
+            (instruction(problem, target, tile, tile.block_n), instruction(problem, target, dq, dq.block_m)),
+            adds_dq=False,
+            dlse=dlse,
+        )
 
     def _forward(
         self,

@@ -17,6 +17,7 @@ from .contestants import FORMULA, Contestant
 from .learn import lesson
 from .memory import memory_cards
 from .origins import origins_table
+from .rooflines import roofline_parts
 from .runs import Facets, Run, facets_of
 from .speed import speed_parts
 from .verdicts import checks_of, verdicts
@@ -67,6 +68,14 @@ def sections_of(runs: Sequence[Run]) -> list[Section]:
             content=memory_cards(runs),
             missing="These records hold no measurement of memory. On a machine with a GPU, this makes some:",
             command="harness memory --suite long --json memory.jsonl",
+        ),
+        Section(
+            id="rooflines",
+            title="What holds it back?",
+            template="rooflines.html",
+            content=roofline_parts(runs),
+            missing="These records hold no roofline of a card. On a machine with a GPU, this makes some:",
+            command="harness roofline --only n4096 --json roofline.jsonl",
         ),
         Section(
             id="how",
@@ -147,6 +156,8 @@ def _contestants(runs: Sequence[Run]) -> list[Contestant]:
             names |= {b["port"] for b in record["baselines"] if b["verdict"] == "fail"}
         elif record["kind"] == "memory":
             names |= {record["contestant"], FORMULA}
+        elif record["kind"] == "roofline":
+            names.add(record["port"])
     return sorted((Contestant(name) for name in names), key=lambda who: (who.rank, who.name))
 
 

@@ -17,8 +17,10 @@ from ..names import own_name
 from ..provenance import have_changed, in_words
 from ..reader import Record, read_records
 from ..records import check_of, disagreement_of, problem_of
+from ..roofline_records import ROLES
 
-KINDS = ("check", "disagreement", "memory")
+KINDS = ("check", "disagreement", "memory", "roofline")
+MOST = 1e9  # no kernel takes as many ms, and no card reaches as many GB/s or TFLOP/s
 LEAST_MS = 1e-6  # no launch takes less than a nanosecond
 CELL = ("kind", "suite", "case", "problem", "inputs", "direction", "port", "ports", "contestant", "tensor")
 
@@ -69,6 +71,8 @@ def _fault(record: Record) -> str | None:
         if record["kind"] == "check":
             check_of(record)
             return _timing_fault(record) if record["samples"] else None
+        if record["kind"] == "roofline":
+            return _roofline_fault(record)
         if record["kind"] == "disagreement":
             disagreement_of(record)
         if record["kind"] == "memory":
@@ -87,6 +91,20 @@ def _timing_fault(record: Record) -> str | None:
     if min(min(sample["ms"].values()) for sample in record["samples"]) < LEAST_MS or float(record["flops"]) < 1:
         return "a timing of nothing"
     return None
+
+
+def _roofline_fault(record: Record) -> str | None:
+    kernels, roles = record["kernels"], ROLES[record["direction"]]
+    if len(kernels) not in (0, len(roles)):
+        return f"{len(kernels)} kernels of a {record['direction']}"
+    ceilings = record["ceilings"] or {"copy_gbs": None, "matrix_tflops": {}, "exp_gps": None}
+    figures = [ceilings["copy_gbs"], *ceilings["matrix_tflops"].values(), ceilings["exp_gps"]]
+    figures += [ms for kernel in kernels for ms in kernel["samples_ms"] or ()]
+    if any(figure is not None and not LEAST_MS <= figure <= MOST for figure in figures):
+        return "times or ceilings that no card has"
+    if any(kernel["flops"] > MOST**2 or kernel["bytes"] > MOST**2 for kernel in kernels):
+        return "operations or bytes of no problem"
+    return _timing_fault(record) if record["samples"] else None
 
 
 def facets_of(record: Record) -> Facets:
