@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported
+from common import Build, Direction, Grid, Port, Problem, Switches, Target, Tile, Unsupported
 from common.budget import check_budget
 from common.ports import dtype_reason
 
@@ -24,6 +24,7 @@ class TritonPort(Port):
     """FlashAttention-2 in Triton: fp16, bf16 and fp32, every target; on a CPU in Triton's interpreter."""
 
     name: ClassVar[str] = "triton"
+    tile_table: ClassVar[Path | None] = Path(__file__).with_name("tiles.yaml")
 
     def __init__(self) -> None:
         self._fault = interpreter_fault() if INTERPRET else None
@@ -34,8 +35,19 @@ class TritonPort(Port):
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16, torch.float32))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
-        swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
+        swept = self.swept(problem, target, direction)
         return self.fitting([*swept, *_candidates(problem, target, direction)], problem, target, direction)
+
+    def grids(self, problem: Problem, target: Target, direction: Direction) -> list[Grid]:
+        wide = problem.dtype.itemsize == 4
+        side, warps = (16, 32, 64) if wide else (32, 64, 128), (4,) if wide else (4, 8)
+        stages = (1, 2) if wide else (1, 2, 3)
+        if direction == "forward":
+            values = {"block_m": side[1:], "block_n": side, "warps": warps, "stages": (*stages, max(stages) + 1)}
+            return [Grid("forward_kernel", values)]
+        dkdv = {"block_m": side, "block_n": side, "warps": warps, "stages": stages}
+        dq = {"dq_block_m": side[1:], "dq_block_n": side, "dq_warps": warps, "dq_stages": (*stages, max(stages) + 1)}
+        return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq)]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
