@@ -2,12 +2,15 @@
 
 A port or a baseline goes by its own name, `triton`. What else there is to say of a contestant stands behind it:
 `triton#2` is triton once more; `triton#skip` is triton on that rung of its ladder, `triton#-skip` with that one switch
-off, `triton#all` with none off; and `triton@ada#skip` takes the code path of that target, and not the run's.
+off, `triton#all` with none off; `triton#forward 64x64 w4 s2` has that tile in that direction; and `triton@ada#skip`
+takes the code path of that target, and not the run's.
 """
 
 from __future__ import annotations
 
-from common import RUNGS, Switches
+from typing import get_args
+
+from common import RUNGS, Direction, Switches, Tile
 
 ALL = "all"
 LEFT_OUT = (ALL, *(f"-{rung}" for rung in RUNGS[1:]))  # the variants of a ladder that leaves one out at a time
@@ -44,6 +47,17 @@ def switches_of(name: str) -> Switches:
     if variant in RUNGS:
         return Switches.rung(variant)
     return Switches().without(variant[1:]) if variant.startswith("-") else Switches()
+
+
+def with_tile(own: str, direction: Direction, tile: Tile) -> str:
+    """The name of a port with that tile in one direction, and its own choice in the other."""
+    return name_of(own, f"{direction} {tile}")
+
+
+def tiles_of(name: str) -> dict[Direction, Tile]:
+    """The tile that a contestant is given, by the direction it is for; empty where the port chooses."""
+    direction, _, tile = variant_of(name).partition(" ")
+    return {own: Tile.from_text(tile) for own in get_args(Direction) if own == direction}
 
 
 def rival_of(name: str) -> str | None:
