@@ -1,4 +1,4 @@
-"""A port's `tiles.yaml` as text: an entry is put in its place, and all else stays as it is written, comments included."""
+"""A port's `tiles.yaml` as text: an entry is put in its place, and all else stays as it is, comments included."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TileClass:
     @classmethod
     def of_entry(cls, entry: dict[str, Any]) -> TileClass:
         """The class that an entry is for."""
-        own = (entry[name] for name in ("target", "direction", "bits", "head_dim", "masked"))
-        return cls(*own, entry.get("len"))
+        own = {name: entry[name] for name in ("target", "direction", "bits", "head_dim", "masked")}
+        return cls(**own, length=entry.get("len"))
 
     @property
     def place(self) -> tuple[int, int, int, bool, int, bool]:
