@@ -86,9 +86,8 @@ def sweep_command(
     Each candidate is held to the shared memory of the target, then built, all cores at once, then checked, and those
     that pass are timed by turns, beside SDPA's flash backend. Of a backward the tile of the kernel of dk and dv comes
     first, then that of dq. One problem of each class is swept: direction, dtype, head size, mask, and up to 1024 keys
-    or more. A tile that
-    spills more than the one that is there does not win. The tile that is there stays unless another one is faster
-    with the whole 95 % interval. Without a GPU the candidates are built, and nothing is timed.
+    or more. The tile that is there stays unless another one is faster with the whole 95 % interval, and does not spill
+    more. Without a GPU the candidates are built, and nothing is timed.
 
     Exit status: 0 all good, 1 a check failed, 2 wrong usage, a port named could not run, or there was no time for all.
 

@@ -40,8 +40,8 @@ class SweepRequest(Request):
     """The options of the command.
 
     values: what to try of a field instead of a grid's own values. minutes: after them nothing more is begun. spilling:
-    a tile may win that spills more than what is there. write: into the ports' tables. picture: where heat maps are drawn. autotune: also tell
-    what `@triton.autotune` costs.
+    a tile may win that spills more than what is there. write: into the ports' tables. picture: where heat maps are
+    drawn. autotune: also tell what `@triton.autotune` costs.
     """
 
     suite: str = "fa2"
@@ -105,7 +105,7 @@ def run_stage(this: Sweeping, own: str, case: Case, direction: Direction, grid: 
     stage.build_s = time.monotonic() - begin
     behind = sum(not one.reached for one in candidates)
     if behind:
-        stage.unfinished = f"{behind} of {len(candidates)} candidates were not built"
+        stage.unfinished = f"{behind} of {len(candidates) - len(refused)} candidates were not built"
     elif session.environment.has_gpu:
         _measure(this, case, stage)
     return stage
@@ -209,7 +209,7 @@ def _check_and_time(this: Sweeping, case: Case, stage: Stage, built: Sequence[Ca
                 stage.unfinished = f"{len(built) - number} of {len(built)} candidates were not checked"
                 return
             (check,) = session.check(caller, one.name, case, (direction,))
-            one.check = replace(check, tile=one.tile)
+            one.check = replace(check, port=one.name, tile=one.tile)
     (flash,) = session.check(caller, SDPA_FLASH.name, case, (direction,))
     passed = [one.name for one in built if one.check is not None and one.check.verdict == "pass"]
     if not flops_of(case.problem, direction) or not passed:
