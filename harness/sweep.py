@@ -141,12 +141,12 @@ def _sweep(this: Sweeping, one: Swept, space: Space | str) -> None:
     session, problem = this.session, one.case.problem
     one.space, one.tile = space, space.shipped
     path = session.environment.path(session.target)
-    for grid in space.grids:
+    for number, grid in enumerate(space.grids, start=1):
         if this.is_late:
             one.trouble = f"not begun: {this.request.minutes:g} minutes were over"
             return
         try:
-            stage = run_stage(this, one.port, one.case, one.of.direction, grid, one.tile)
+            stage = run_stage(this, one.port, one.case, one.of.direction, number, grid, one.tile)
         except Lost as lost:
             one.trouble = f"the {one.port} port {lost}"
             return

@@ -90,13 +90,18 @@ def builders(request: SweepRequest) -> Iterator[list[Caller]]:
             worker.close()
 
 
-def run_stage(this: Sweeping, own: str, case: Case, direction: Direction, grid: Grid, start: Tile) -> Stage:
-    """The stage, as far as there was time for it. start: the tile it begins with. Raises Lost when the port is."""
+def run_stage(
+    this: Sweeping, own: str, case: Case, direction: Direction, number: int, grid: Grid, start: Tile
+) -> Stage:
+    """The stage, as far as there was time for it. number: of the grid. start: the tile it begins with.
+
+    Raises Lost when the port is.
+    """
     session = this.session
     tiles = grid.tiles(start)
     refused = session.callers[0].call(refusals, session.setting, own, case.problem, direction, tiles)
     candidates = [
-        Candidate(with_tile(own, direction, tile), tile, refused.get(tile, ""), by_budget=tile in refused)
+        Candidate(with_tile(own, direction, number, tile), tile, refused.get(tile, ""), by_budget=tile in refused)
         for tile in tiles
     ]
     stage = Stage(own, direction, case.problem, grid, candidates)

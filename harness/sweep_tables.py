@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from .baselines import SDPA_FLASH
+from .baselines import BASELINES, SDPA_FLASH
+from .bench_tables import changed_notes, path_of, provenance_notes
 from .candidates import Candidate, Stage
-from .tables import Table
+from .names import grid_of, own_name
+from .reader import Record
+from .records import problem_of, tile_of, timing_of
+from .tables import Table, problem_cells
 from .timing import FLOP_CONVENTION
 
 BLANK = "–"
@@ -185,3 +189,59 @@ def sides_of(panels: Iterable[tuple[object, dict[tuple[int, int], Candidate]]]) 
 def closing_table(rows: Sequence[tuple[str, ...]], notes: Sequence[str]) -> Table:
     """What the sweep came to: a row for each class of problems."""
     return Table("What was swept", ("port", "class", "problem", "tile", "outcome"), list(rows), list(notes), labels=5)
+
+
+def is_candidate(record: Record) -> bool:
+    """Whether a record is of a candidate of a sweep."""
+    return bool(grid_of(record["port"]))
+
+
+def swept_tables(records: Iterable[Record]) -> list[Table]:
+    """What the records of sweeps say: a table for each port and path, with a row for each grid and problem.
+
+    The fastest of the candidates is told beside the tile that was there; what spills is not known here.
+    """
+    ports: dict[tuple[str, str], dict[tuple[str, ...], list[Record]]] = {}
+    for record in filter(is_candidate, records):
+        key = record["case"], record["problem"]["id"], grid_of(record["port"])
+        ports.setdefault((own_name(record["port"]), path_of(record)), {}).setdefault(key, []).append(record)
+    tables = []
+    for (port, path), stages in ports.items():
+        table = Table(
+            f"Tiles of {port} swept, {path}",
+            (
+                *("direction, grid", "B,H,D", "dtype", "N", "mask", "timed", "fastest", "ms"),
+                *(f"% of {SDPA_FLASH.title}", "there before", "how many times as fast as it", "95 %"),
+            ),
+            labels=5,
+        )
+        for (*_, grid), members in stages.items():
+            cells = _swept_cells(members)
+            if cells is not None:
+                table.add(grid, *cells)
+        everyone = [record for members in stages.values() for record in members]
+        table.notes += [*provenance_notes(everyone), *changed_notes(everyone)]
+        tables += [table] if table.rows else []
+    return tables
+
+
+def _swept_cells(members: Sequence[Record]) -> tuple[str, ...] | None:
+    """The cells of one grid; None when nothing of it was timed."""
+    timed = [(record, times) for record in members if (times := timing_of(record)) is not None]
+    if not timed:
+        return None
+    best, times = min(timed, key=lambda one: one[1].median(one[0]["port"]))
+    name, flash = best["port"], SDPA_FLASH.name
+    there = next((other for other in times.host_us if other != name and other not in BASELINES), name)
+    ratio = times.speed(name, there)
+    before = next((str(tile_of(record["tile"])) for record in members if record["port"] == there), BLANK)
+    return (
+        *problem_cells(problem_of(best["problem"])),
+        f"{len(timed)} of {len(members)}",
+        str(tile_of(best["tile"])),
+        f"{times.median(name):.4f}",
+        f"{100 * times.median(flash) / times.median(name):.1f}" if flash in times.host_us else BLANK,
+        "the same" if there == name else before,
+        f"{ratio.value:.3f}",
+        f"{ratio.low:.3f}–{ratio.high:.3f}",
+    )

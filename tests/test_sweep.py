@@ -38,8 +38,10 @@ from harness.cli import main
 from harness.environment import CPU, INTERPRET, Environment
 from harness.errors import UsageError
 from harness.isolation import Lost, Worker
-from harness.names import own_name, tiles_of, with_tile
+from harness.names import grid_of, own_name, tiles_of, with_tile
+from harness.published import record_tables
 from harness.reader import read_records
+from harness.report.runs import read_runs
 from harness.suites import load_suite
 from harness.sweep import one_of_each_class, sweep
 from harness.sweep_stage import SweepRequest
@@ -324,9 +326,9 @@ def test_it_goes_on_from_what_was_built_and_from_what_was_timed(
     before = capsys.readouterr().out
     records = read_records(whole, ("check", "build"))
     assert {r["kind"] for r in records} == {"check", "build"}
-    (one,) = (r for r in records if r["kind"] == "check" and r["port"] == "triton#forward 64x64 w4 s2")
+    (one,) = (r for r in records if r["kind"] == "check" and r["port"] == "triton#forward 1 64x64 w4 s2")
     assert one["tile"] == {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}
-    assert set(one["samples"][0]["ms"]) == {one["port"], f"triton#forward {SHIPPED}", "sdpa_flash"}
+    assert set(one["samples"][0]["ms"]) == {one["port"], f"triton#forward 1 {SHIPPED}", "sdpa_flash"}
 
     port, clock.order = Tiled(place), []
     assert sweep(request(suite, json=again, resume=whole), CARD, opened(port)) == 0
@@ -335,6 +337,13 @@ def test_it_goes_on_from_what_was_built_and_from_what_was_timed(
     told = capsys.readouterr().out
     assert told.partition("What was swept")[0].count("\n") == before.partition("What was swept")[0].count("\n")
     assert "32x32 w4 s2 gives way to 64x64 w4 s2" in told
+
+    (swept,) = record_tables(read_records(whole, ("check",)))
+    assert swept.title == "Tiles of triton swept, ada path on the CPU"
+    row = dict(zip(swept.columns, swept.rows[0], strict=True))
+    assert (row["timed"], row["fastest"], row["there before"]) == ("11 of 11", "64x64 w4 s2", str(SHIPPED))
+    assert 1.9 < float(row["how many times as fast as it"]) < 2.1
+    assert read_runs([whole]) == []
 
     lines = [line for line in whole.read_text().splitlines(keepends=True) if json.loads(line)["kind"] == "build"]
     builds.write_text("".join(lines[:-1]))  # as of a machine without a GPU, and one short
@@ -420,8 +429,9 @@ def test_a_name_tells_the_tile_of_a_direction() -> None:
     tile = Tile(64, 128, 8, 1, (("dq_block_m", 32), ("key_warps", 4)))
     assert str(tile) == "64x128 w8 s1 dq_block_m32 key_warps4"
     assert Tile.from_text(str(tile)) == tile
-    name = with_tile("cute", "backward", tile)
-    assert (tiles_of(name), own_name(name)) == ({"backward": tile}, "cute")
+    name = with_tile("cute", "backward", 2, tile)
+    assert (tiles_of(name), own_name(name), grid_of(name)) == ({"backward": tile}, "cute", "backward 2")
+    assert [grid_of(plain) for plain in ("cute", "cute#2", "cute#skip")] == [""] * 3
     assert tiles_of("cute") == tiles_of("cute#2") == tiles_of("cute#skip") == tiles_of("cute@ada#-skip") == {}
     for text in ("", "64", "64x64", "64x64 w4", "64x64 w4 s2 ", "64x64 w4 s2 stray", "64x64 w4 s2  a1"):
         with pytest.raises(ValueError, match="a tile is written as in 128x64 w4 s2"):
@@ -459,13 +469,13 @@ def test_two_candidates_of_triton_are_built_for_ada_without_a_gpu(
     assert re.search(r"64x512 w4 s2 +\| forward_kernel: .* = \d+ B of shared memory; sm_89 gives 101376 B", out)
     assert "No GPU is used here" in out
     records = read_records(path, ("build",))
-    assert {r["port"] for r in records} == {"triton#forward 64x32 w4 s2", f"triton#forward {built_first(records)}"}
+    assert {r["port"] for r in records} == {"triton#forward 1 64x32 w4 s2", f"triton#forward 1 {built_first(records)}"}
     assert all(r["verdict"] == "pass" and r["build"]["kernel"] == "forward_kernel" for r in records)
 
 
 def built_first(records: list[dict]) -> str:
     """The tile that is there, which is built first."""
-    return records[0]["port"].partition(" ")[2]
+    return records[0]["port"].removeprefix("triton#forward 1 ")
 
 
 @pytest.mark.parametrize(
