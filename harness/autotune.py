@@ -30,6 +30,7 @@ from .trial import wait
 
 TUNES = "triton"  # the port whose kernels it can wrap
 CACHE = "TRITON_CACHE_DIR"
+AUTOTUNE_LIMIT_S = 1800.0
 Bench = Callable[..., Sequence[float]]
 
 
@@ -71,8 +72,9 @@ def autotuned(session: Session, case: Case, direction: Direction, stages: Sequen
 
 def _in_empty_caches(session: Session, function: Callable[[], FirstCalls]) -> FirstCalls:
     with tempfile.TemporaryDirectory(prefix="harness-autotune-", ignore_cleanup_errors=True) as folder:
-        isolated, limit_s = session.request.isolated, session.request.limit_s
-        caller: Caller = Worker(limit_s, environment={CACHE: folder}) if isolated else Here()
+        # All that the sweep compiled on many cores is compiled again, one after the other.
+        limit_s = max(session.request.limit_s, AUTOTUNE_LIMIT_S)
+        caller: Caller = Worker(limit_s, environment={CACHE: folder}) if session.request.isolated else Here()
         try:
             return caller.call(function)
         finally:

@@ -18,9 +18,9 @@ svg { background: #fff; font: 9px system-ui, sans-serif; fill: #222; }
 .small { font-size: 7px; fill: #555; }
 .cell { stroke: #fff; }
 """
-LEFT, CELL_HEIGHT, LINE, GAP = 40, 16, 12, 8
-CELL_MOST = 44
+LEFT, CELL_MOST, CELL_HEIGHT, LINE, GAP = 34, 44, 16, 12, 8
 LETTERS = 62  # of a line of a title
+Panel = tuple[dict[str, int], dict[tuple[int, int], Candidate]]
 
 
 def write_picture(path: Path, stages: Sequence[Stage], session: Session) -> None:
@@ -30,41 +30,57 @@ def write_picture(path: Path, stages: Sequence[Stage], session: Session) -> None
 
 def heat_picture(stages: Sequence[Stage], where: str) -> Markup:
     """The picture. where: whose code ran where."""
-    parts: list[Markup] = [element("style", Markup(STYLE))]
-    y = 4.0
+    title = f"Tiles swept, {where}: % of the best speed"
+    parts: list[Markup] = [element("style", Markup(STYLE)), text(title, 2, LINE, class_="title")]
+    y = float(LINE)
     for stage in stages:
-        drawn, y = _stage(stage, y)
+        drawn, y = _stage(stage, y + GAP)
         parts += drawn
     description = f"{LEGEND} " + " ".join(_in_words(stage) for stage in stages)
-    title = f"Tiles swept, {where}: % of the best speed"
-    return picture(*parts, height=y + GAP, title=title, description=description, class_="heat")
+    parts.append(text(LEGEND, 2, y + LINE + GAP, class_="small"))
+    return picture(*parts, height=y + LINE + 2 * GAP, title=title, description=description, class_="heat")
 
 
 def _stage(stage: Stage, y: float) -> tuple[list[Markup], float]:
+    """The panels of a stage, as many beside each other as there is room for, and where they end."""
     panels = panels_of(stage)
     columns, rows = sides_of(panels)
     down, across = axes_of(stage)
     title = f"{stage.port} {stage.direction}, {stage.grid.kernel}, {stage.problem.id}"
-    width = min(CELL_MOST, (WIDTH - LEFT) / max(1, len(columns)))
     parts = []
     for begin in range(0, len(title), LETTERS):
         y += LINE
         parts.append(text(title[begin : begin + LETTERS], 2, y, class_="title"))
-    for about, cells in panels:
-        y += LINE + GAP / 2
-        words = ", ".join(f"{name} {value}" for name, value in about.items())
-        parts.append(text(words or "all", LEFT, y))
-        y += LINE - 2
-        parts.append(text(f"{down} / {across}", 2, y, class_="small"))
-        parts += [
-            text(str(column), LEFT + width * (i + 0.5), y, class_="small", anchor="middle")
-            for i, column in enumerate(columns)
-        ]
-        y += 3
-        for row in (row for row in rows if any((row, column) in cells for column in columns)):
-            parts.append(text(str(row), LEFT - 4, y + CELL_HEIGHT - 5, anchor="end"))
-            parts += [_cell(stage, cells, row, column, LEFT + width * i, y, width) for i, column in enumerate(columns)]
-            y += CELL_HEIGHT
+    y += LINE
+    parts.append(text(f"down: {down}, across: {across}", 2, y, class_="small"))
+    cell = min(CELL_MOST, (WIDTH - LEFT) / len(columns))
+    beside = int(WIDTH // (LEFT + cell * len(columns))) or 1
+    for first in range(0, len(panels), beside):
+        ends = [y]
+        for i, panel in enumerate(panels[first : first + beside]):
+            drawn, end = _panel(stage, panel, columns, rows, i * WIDTH / beside, y, cell)
+            parts += drawn
+            ends.append(end)
+        y = max(ends)
+    return parts, y
+
+
+def _panel(
+    stage: Stage, panel: Panel, columns: Sequence[int], rows: Sequence[int], x: float, y: float, width: float
+) -> tuple[list[Markup], float]:
+    about, cells = panel
+    y += LINE + GAP / 2
+    parts = [text(", ".join(f"{name} {value}" for name, value in about.items()) or "all", x + LEFT, y)]
+    y += LINE - 2
+    parts += [
+        text(str(column), x + LEFT + width * (i + 0.5), y, class_="small", anchor="middle")
+        for i, column in enumerate(columns)
+    ]
+    y += 3
+    for row in (row for row in rows if any((row, column) in cells for column in columns)):
+        parts.append(text(str(row), x + LEFT - 4, y + CELL_HEIGHT - 5, anchor="end"))
+        parts += [_cell(stage, cells, row, column, x + LEFT + width * i, y, width) for i, column in enumerate(columns)]
+        y += CELL_HEIGHT
     return parts, y
 
 

@@ -25,12 +25,12 @@ def stage_tables(stage: Stage, path: str, room: int, flops: int) -> list[Table]:
     table = Table(
         f"{title}: {len(fitting)} of {len(stage.candidates)} candidates fit",
         (
-            *("tile", "shared B", "of", "registers", "spills B", "build s", "ms", "TF/s"),
+            *("tile", f"shared B of {room}", "registers", "spills B", "build s", "ms", "TF/s"),
             *(f"% of {SDPA_FLASH.title}", "% of best", "check"),
         ),
     )
     for one in sorted(fitting, key=lambda one: ms_of(stage, one) or float("inf")):
-        table.add(str(one.tile), *_built_cells(stage, one, room), *_time_cells(stage, one, flops), _check_cell(one))
+        table.add(str(one.tile), *_built_cells(stage, one), *_time_cells(stage, one, flops), _check_cell(one))
     table.notes += _notes(stage)
     tables = [table, heat_table(stage, title)]
     excluded = [one for one in stage.candidates if one.by_budget]
@@ -51,14 +51,14 @@ def best_ms(stage: Stage) -> float | None:
     return min((ms for ms in (ms_of(stage, one) for one in stage.candidates) if ms is not None), default=None)
 
 
-def _built_cells(stage: Stage, one: Candidate, room: int) -> tuple[str, ...]:
+def _built_cells(stage: Stage, one: Candidate) -> tuple[str, ...]:
     build = one.of(stage.grid.kernel)
     if build is None:
-        return BLANK, str(room), *[BLANK] * 3
+        return (BLANK,) * 4
     seconds = sum(own.seconds for own in one.builds)
     cached = all(own.cached for own in one.builds)
     shown = f"({seconds:.1f})" if cached else f"{seconds:.1f}"
-    return str(build.shared), str(room), str(build.registers), str(build.spills), shown
+    return str(build.shared), str(build.registers), str(build.spills), shown
 
 
 def _time_cells(stage: Stage, one: Candidate, flops: int) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ def heat_table(stage: Stage, title: str) -> Table:
     return table
 
 
-LEGEND = "out: does not fit, see why above; *: spills; built: nothing was timed; empty: not tried."
+LEGEND = "out: does not fit the target; *: spills; built: nothing was timed; empty: not tried."
 
 
 def sides_of(panels: Iterable[tuple[object, dict[tuple[int, int], Candidate]]]) -> tuple[list[int], list[int]]:
