@@ -10,7 +10,6 @@ import typer
 from .cli_options import (
     DirectionOption,
     FormatOption,
-    ImplOption,
     IsolateOption,
     JsonOption,
     LimitOption,
@@ -38,7 +37,9 @@ ValuesOption = Annotated[
 
 @app.command("sweep", short_help="Which tile is the fastest, of all that fit.")
 def sweep_command(
-    impl: ImplOption = "triton",
+    impl: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="The ports, or all: those that have kernels.")
+    ] = "triton",
     suite: Annotated[
         str | None,
         typer.Option(
@@ -130,7 +131,7 @@ def sweep_command(
         json=records_file(json, resume),
         form=form,
     )
-    raise typer.Exit(piped(lambda: sweep(request, here)))
+    raise typer.Exit(piped(lambda: sweep(request, here, all_asked=impl != "all")))
 
 
 def _values(option: str, text: str, least: int = 1) -> tuple[int, ...]:

@@ -56,10 +56,17 @@ class Swept:
         return not self.trouble and len(self.stages) == grids and all(stage.choice for stage in self.stages)
 
 
-def sweep(request: SweepRequest, here: Environment, open_port: Callable[[str], Port] = jobs.open_port) -> int:
+def sweep(
+    request: SweepRequest,
+    here: Environment,
+    open_port: Callable[[str], Port] = jobs.open_port,
+    *,
+    all_asked: bool = True,
+) -> int:
     """Runs the command and returns its exit status.
 
-    open_port: where ports come from, by name. Raises UsageError for what can be told before anything runs.
+    all_asked: a port that cannot run is an error, and not just a line that says so. open_port: where ports come from,
+    by name. Raises UsageError for what can be told before anything runs.
     """
     begin = time.monotonic()
     if request.autotune:
@@ -91,7 +98,7 @@ def sweep(request: SweepRequest, here: Environment, open_port: Callable[[str], P
                     write_picture(request.picture, [stage for one in swept for stage in one.stages], session)
         if request.write:
             _write(swept)
-    return _status(this, swept)
+    return _status(this, swept, all_asked)
 
 
 def _check_autotune(request: SweepRequest, here: Environment) -> None:
@@ -224,7 +231,7 @@ def _write(swept: list[Swept]) -> None:
         print(f"{table}: {len(entries)} entries written" if entries else f"{table}: as it was")
 
 
-def _status(this: Sweeping, swept: list[Swept]) -> int:
+def _status(this: Sweeping, swept: list[Swept], all_asked: bool) -> int:
     if any(check.verdict == "fail" for check in this.checks):
         return FAILED
     for one in swept:
@@ -233,4 +240,4 @@ def _status(this: Sweeping, swept: list[Swept]) -> int:
     done = [one for one in swept if not one.trouble]
     if this.session.environment.has_gpu:
         done = [one for one in done if one.is_whole]
-    return OK if len(done) == len(swept) and not this.session.missing else NOTHING_RAN
+    return OK if len(done) == len(swept) and not (all_asked and this.session.missing) else NOTHING_RAN

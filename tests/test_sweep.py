@@ -4,11 +4,13 @@ written, and where it goes on."""
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -30,8 +32,10 @@ from common import (
     Unsupported,
     port_package,
 )
+from common import port as open_registered
 from common.budget import check_budget
 from harness import jobs
+from harness.ahead import kernels_of
 from harness.autotune import autotune_calls
 from harness.baselines import Baseline
 from harness.cli import main
@@ -50,6 +54,7 @@ from harness.timing import Launch, Sample
 
 from .fakes import FakePort
 from .test_bench import table
+from .test_ladder import Noting
 from .test_timing import FakeStopwatch
 
 ADA, HOPPER = Target.named("ada"), Target.named("hopper")
@@ -506,6 +511,35 @@ def test_wrong_usage_is_one_line(arguments: list[str], text: str, capsys: pytest
 def test_a_field_that_no_grid_has_is_refused(clock: Clock, suite: str, place: Path) -> None:
     with pytest.raises(UsageError, match=r"a sweep of triton has no parts; it has block_m, block_n, stages$"):
         sweep(request(suite, values={"parts": (1,)}), CARD, opened(Tiled(place)))
+
+
+def test_a_candidate_is_compiled_ahead_with_its_tile_and_the_other_direction_without() -> None:
+    setting = jobs.Setting(CPU, ADA, open_port=lambda name: Noting())
+    name = with_tile("reference", "backward", 2, Tile(64, 64, 8, 1))
+    found = [pickle.loads(kernel).about for kernel in kernels_of(setting, [name], [PROBLEM], ["forward", "backward"])]
+    assert found == ["ada forward 128x128 w1 s1 all", "ada backward 64x64 w8 s1 all"]
+
+
+@pytest.mark.parametrize("name", ["triton", "tilelang", "cute"])
+@pytest.mark.parametrize("target", ["ada", "hopper"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_port_offers_grids_of_which_much_fits_and_that_are_no_endless_work(
+    name: str, target: str, direction: Direction
+) -> None:
+    try:
+        port = open_registered(name)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    chip = Target.named(target)
+    for head_dim, mask in product((64, 128), (Mask(), Mask.causal())):
+        problem = Problem(4, 16, 16, 4096, 4096, head_dim, torch.bfloat16, mask)
+        start = port.tiles(problem, chip, direction)[0]
+        for grid in port.grids(problem, chip, direction):
+            tiles = grid.tiles(start)
+            fitting = port.fitting(tiles, problem, chip, direction)
+            assert fitting[0] == tiles[0] == grid.measured(start)
+            assert 1 < len(fitting) <= 200
+            assert grid.taken(start, tiles[0]) == start
 
 
 def host_bench(launch: Callable[[], object], quantiles: Sequence[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,8 +13,9 @@ from common.budget import check_budget
 from common.ports import dtype_reason
 
 from . import budget
+from .ahead import Code
 from .backward import backward
-from .build import build
+from .build import build, plan
 from .forward import forward
 from .launch import INTERPRET, interpreter_fault
 
@@ -69,6 +71,20 @@ class TritonPort(Port):
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
     ) -> list[Build]:
         return build(problem, target, direction, tile, switches)
+
+    def _kernels(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        tile: Tile,
+        switches: Switches,
+        dlse: bool,
+        deterministic: bool,
+    ) -> Sequence[Code]:
+        if INTERPRET:
+            return ()
+        return [Code.of(launch, dtypes, target) for launch, dtypes in plan(problem, direction, tile, switches, dlse)]
 
     def _forward(
         self,
