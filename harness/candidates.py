@@ -67,7 +67,7 @@ def narrowed(grids: Sequence[Grid], values: Mapping[str, tuple[int, ...]]) -> tu
 
 
 def check_fields(grids: Sequence[Grid], values: Mapping[str, tuple[int, ...]], name: str) -> None:
-    """Raises UsageError for a field that none of a port's grids has."""
+    """Raises UsageError for a field that none of these grids has. name: whose they are."""
     known = dict.fromkeys(chain.from_iterable(grid.values for grid in grids))
     for asked in values:
         if asked not in known:

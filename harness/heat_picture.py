@@ -9,7 +9,6 @@ from markupsafe import Markup
 
 from .candidates import Candidate, Stage
 from .report.svg import WIDTH, element, picture, text
-from .session import Session
 from .sweep_tables import LEGEND, axes_of, cell_of, panels_of, sides_of
 
 STYLE = """
@@ -23,13 +22,13 @@ LETTERS = 62  # of a line of a title
 Panel = tuple[dict[str, int], dict[tuple[int, int], Candidate]]
 
 
-def write_picture(path: Path, stages: Sequence[Stage], session: Session) -> None:
-    """Draws the heat maps of all stages below each other."""
-    path.write_text(str(heat_picture(stages, session.environment.path(session.target))) + "\n", encoding="utf-8")
+def write_picture(path: Path, stages: Sequence[Stage], where: str) -> None:
+    """Draws the heat maps of all stages below each other. where: whose code ran where, or for what it was built."""
+    path.write_text(str(heat_picture(stages, where)) + "\n", encoding="utf-8")
 
 
 def heat_picture(stages: Sequence[Stage], where: str) -> Markup:
-    """The picture. where: whose code ran where."""
+    """The picture."""
     title = f"Tiles swept, {where}: % of the best speed"
     parts: list[Markup] = [element("style", Markup(STYLE)), text(title, 2, LINE, class_="title")]
     y = float(LINE)

@@ -95,7 +95,7 @@ def sweep(
                 notes = [*left, f"{time.monotonic() - begin:.1f} s in all."]
                 print_tables([_closing(this, swept, notes)], request.form)
                 if request.picture is not None:
-                    write_picture(request.picture, [stage for one in swept for stage in one.stages], session)
+                    write_picture(request.picture, [stage for one in swept for stage in one.stages], _where(session))
         if request.write:
             _write(swept)
     return _status(this, swept, all_asked)
@@ -131,13 +131,19 @@ def _spaces(session: Session, request: SweepRequest) -> dict[tuple[str, str, Dir
             except Lost as lost:
                 space = f"the {own} port {lost}"
             found[own, case.id + case.problem.id, direction] = space
-        spaces = [space for (name, *_), space in found.items() if name == own and isinstance(space, Space)]
-        if spaces:
-            check_fields([grid for space in spaces for grid in space.grids], request.values, own)
+    grids = [grid for space in found.values() if isinstance(space, Space) for grid in space.grids]
+    if grids:
+        check_fields(grids, request.values, " and ".join(session.ports))
     return {
         key: space if isinstance(space, str) else replace(space, grids=narrowed(space.grids, request.values))
         for key, space in found.items()
     }
+
+
+def _where(session: Session) -> str:
+    """Whose code ran where, or for what it was built."""
+    here = session.environment
+    return here.path(session.target) if here.has_gpu else f"for {session.target}"
 
 
 def _sweep(this: Sweeping, one: Swept, space: Space | str) -> None:
@@ -147,7 +153,6 @@ def _sweep(this: Sweeping, one: Swept, space: Space | str) -> None:
         return
     session, problem = this.session, one.case.problem
     one.space, one.tile = space, space.shipped
-    path = session.environment.path(session.target)
     for number, grid in enumerate(space.grids, start=1):
         if this.is_late:
             one.trouble = f"not begun: {this.request.minutes:g} minutes were over"
@@ -159,7 +164,7 @@ def _sweep(this: Sweeping, one: Swept, space: Space | str) -> None:
             return
         one.stages.append(stage)
         flops = flops_of(problem, one.of.direction)
-        print_tables(stage_tables(stage, path, session.target.smem_per_block, flops), this.request.form)
+        print_tables(stage_tables(stage, _where(session), session.target.smem_per_block, flops), this.request.form)
         if stage.unfinished:
             one.trouble = stage.unfinished
             return

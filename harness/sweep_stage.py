@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common import Build, Direction, Grid, Tile
+from common import Build, Direction, Grid, Problem, Tile
 
 from . import jobs, timing
 from .ahead import PROCESSES_MOST, compile_ahead
@@ -24,7 +24,7 @@ from .compile import Item, Row, build_record
 from .environment import INTERPRET, core_count
 from .isolation import Caller, Here, Lost, Worker
 from .jobs import TimedRow
-from .names import with_tile
+from .names import own_name, tiles_of, with_tile
 from .reader import Record
 from .records import RecordFile, check_of, check_record, tile_of, timing_of
 from .rows import rival
@@ -56,7 +56,8 @@ class SweepRequest(Request):
 
 @dataclass
 class Sweeping:
-    """A run of the command. builders: where kernels are built. deadline: when nothing more is begun."""
+    """A run of the command. builders: where kernels are built. deadline: when nothing more is begun. built: of each
+    tile its kernels, or why there are none."""
 
     request: SweepRequest
     session: Session
@@ -64,6 +65,9 @@ class Sweeping:
     deadline: float
     file: RecordFile | None = None
     checks: list[Check] = field(default_factory=list)
+    built: dict[tuple[str, Direction, Problem], dict[Tile, list[tuple[str, Build | None]]]] = field(
+        default_factory=dict
+    )
 
     @property
     def is_late(self) -> bool:
@@ -117,11 +121,14 @@ def run_stage(
 
 
 def _build_all(this: Sweeping, stage: Stage) -> None:
-    """Builds what fits; what has been built before is taken from its records."""
-    known: dict[str, list[Record]] = {}
-    for record in this.session.earlier_builds(stage.problem):
-        known.setdefault(record["port"], []).append(record)
+    """Builds what fits, each tile once; what has been built before a file was resumed is taken from its records."""
     target, setting = this.session.target, this.session.setting
+    earlier: dict[Tile, list[Record]] = {}
+    for record in this.session.earlier_builds(stage.problem):
+        tile = tiles_of(record["port"]).get(stage.direction)
+        if tile is not None and own_name(record["port"]) == stage.port:
+            earlier.setdefault(tile, []).append(record)
+    here = this.built.setdefault((stage.port, stage.direction, stage.problem), {})
 
     def build(caller: Caller, one: Candidate) -> list[Row] | None:
         if this.is_late:
@@ -136,26 +143,25 @@ def _build_all(this: Sweeping, stage: Stage) -> None:
         return [Row(item, "pass", build=own) for own in built]
 
     missing = []
-    for one in stage.candidates:
-        records = known.get(one.name, [])
-        if one.refused:
-            continue
-        if not any(r["build"] is None or r["build"]["kernel"] == stage.grid.kernel for r in records):
+    for one in (one for one in stage.candidates if not one.by_budget and one.tile not in here):
+        records = earlier.get(one.tile, [])
+        if any(r["build"] is None or r["build"]["kernel"] == stage.grid.kernel for r in records):
+            here[one.tile] = [(r["reason"], _build_of(r)) for r in records]
+            for record in records:
+                this.write(record)
+        else:
             missing.append(one)
-            continue
-        _take(one, [(r["reason"], _build_of(r)) for r in records], this.session.target.smem_per_block)
-        for record in records:
-            this.write(record)
     with progress("building", len(missing)) as begin, in_order(this.builders, build, missing) as outcomes:
         for one, outcome in zip(missing, outcomes, strict=True):
             begin(str(one.tile))
-            rows = outcome()
-            if rows is None:
-                one.reached = False
-                continue
-            _take(one, [(row.reason, row.build) for row in rows], target.smem_per_block)
+            rows = outcome() or []
             for row in rows:
                 this.write(build_record(row, sources=this.session.ports[stage.port], facts=this.session.facts))
+            if rows:
+                here[one.tile] = [(row.reason, row.build) for row in rows]
+    for one in (one for one in stage.candidates if not one.by_budget):
+        one.reached = one.tile in here
+        _take(one, here.get(one.tile, []), target.smem_per_block)
 
 
 def _take(one: Candidate, built: Sequence[tuple[str, Build | None]], room: int) -> None:

@@ -18,9 +18,9 @@ BLANK = "–"
 SIDES = ("block_m", "block_n")  # the axes of a heat map; of the kernel of dq its own sides
 
 
-def stage_tables(stage: Stage, path: str, room: int, flops: int) -> list[Table]:
-    """The tables of one grid. path: whose code ran where. room: bytes of shared memory a block may have."""
-    title = f"Sweep of {stage.port} {stage.direction}, {stage.grid.kernel}, {path}, {stage.problem.id}"
+def stage_tables(stage: Stage, where: str, room: int, flops: int) -> list[Table]:
+    """The tables of one grid. where: whose code ran where, or for what it was built. room: bytes of shared memory a block may have."""
+    title = f"Sweep of {stage.port} {stage.direction}, {stage.grid.kernel}, {where}, {stage.problem.id}"
     fitting = [one for one in stage.candidates if not one.by_budget]
     table = Table(
         f"{title}: {len(fitting)} of {len(stage.candidates)} candidates fit",
@@ -164,7 +164,7 @@ def heat_table(stage: Stage, title: str) -> Table:
     columns, rows = sides_of(panels)
     others = tuple(panels[0][0])
     table = Table(
-        f"{title}: % of the best speed",
+        f"{title}: {'what fits' if stage.timing is None else '% of the best speed'}",
         (*others, down, *(f"{across} {value}" for value in columns)),
         labels=len(others) + 1,
         heat=True,

@@ -318,6 +318,7 @@ def test_the_backward_is_swept_kernel_by_kernel_each_from_the_best_before(
     (entry,) = (entry for entry in yaml.safe_load(place.read_text()) if "len" in entry)
     assert Tile.parse(entry["tiles"][0]) == Tile.from_text("64x32 w4 s2 atomics1 dq_block_m64")
     assert len(entry["margin"].split(",")) == 2
+    assert len(port.built) == len(set(port.built))
     assert port.launched["forward"] == {str(SHIPPED)}, "the forward that a backward starts from has its own tile"
 
 
@@ -467,7 +468,7 @@ def test_two_candidates_of_triton_are_built_for_ada_without_a_gpu(
         main(["sweep", "--impl", "triton", *only, *narrow, "--json", str(path)])
     out, err = capsys.readouterr()
     assert stop.value.code == 0, err
-    rows = table(out, "Sweep of triton forward, forward_kernel, ada path on the CPU")
+    rows = table(out, "Sweep of triton forward, forward_kernel, for ada (sm_89)")
     built = dict(zip(rows["tile"], rows["64x32 w4 s2"], strict=True))
     assert (built["shared B of 101376"], built["spills B"], built["ms"]) == ("16384", "0", "–")
     assert int(built["registers"]) > 100
