@@ -6,7 +6,8 @@ from .mask import Corner, Mask, TileKind
 from .ports import Build, Kernel, Port, Unsupported, check_tensors, port, port_names, port_package
 from .problem import DTYPE_NAMES, Direction, Problem
 from .target import Card, Target
-from .tile import RUNGS, Switches, Tile, TileTable
+from .tile import RUNGS, Switches, Tile
+from .tile_table import Grid, TileTable
 from .work import Work
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Card",
     "Corner",
     "Direction",
+    "Grid",
     "GuardedBuffers",
     "Kernel",
     "Mask",

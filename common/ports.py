@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from .errors import Unsupported, check_strided, check_type
 from .problem import DTYPE_NAMES, Direction, Problem, check_direction
 from .target import ADA, Target
 from .tile import Switches, Tile
+from .tile_table import Grid, TileTable
 from .work import Work
 
 __all__ = ["Build", "Kernel", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
@@ -119,9 +121,12 @@ class Port(ABC):
     tensor whose last stride is not 1, and problems with nothing to compute. A port writes `_forward` and `_backward`,
     which see four-dimensional tensors with a last stride of 1, at least one query and at least one key; one that
     compiles writes `_build` and `_launches`, and `_kernels` if compiling takes long.
+
+    tile_table: the path of its `tiles.yaml`, if it has one.
     """
 
     name: ClassVar[str]
+    tile_table: ClassVar[Path | None] = None
 
     @abstractmethod
     def unsupported(self, problem: Problem, target: Target) -> str | None:
@@ -130,6 +135,17 @@ class Port(ABC):
     @abstractmethod
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
         """Candidate tiles within the target's shared memory, best first: swept ones, else those of the budget."""
+
+    def swept(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
+        """The tiles measured for problems of this class, best first; none where no sweep was."""
+        return [] if self.tile_table is None else TileTable.load(self.tile_table).lookup(problem, target, direction)
+
+    def grids(self, problem: Problem, target: Target, direction: Direction) -> Sequence[Grid]:
+        """What a sweep is to try, one grid after the other, each from the best of the one before.
+
+        None of a port that has no choice of tiles. What `check_tile` refuses may be among it.
+        """
+        return ()
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:  # noqa: B027
         """Raises Unsupported, with the arithmetic written out, when the tile does not fit the target."""
@@ -173,6 +189,7 @@ class Port(ABC):
         target: Target,
         direction: Direction,
         *,
+        tile: Tile | None = None,
         switches: Switches | None = None,
         dlse: bool = False,
         deterministic: bool = False,
@@ -184,7 +201,7 @@ class Port(ABC):
         if self.unsupported(problem, target) is not None or not (problem.batch and problem.len_q and problem.len_k):
             return ()
         switches = _ALL_ON if switches is None else switches
-        tile = self.choose_tile(problem, target, direction, None, switches)
+        tile = self.choose_tile(problem, target, direction, tile, switches)
         return self._kernels(problem, target, direction, tile, switches, dlse, deterministic)
 
     def launches(

@@ -1,20 +1,18 @@
-"""Tiles, the switches of the ladder, and the table of swept tiles."""
+"""Tiles, and the switches of the ladder."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .errors import check_type
-from .problem import Direction, Problem
-from .target import Target
 
 RUNGS = ("naive", "tiles", "skip", "exp2", "edges", "order")
+OWN = ("block_m", "block_n", "warps", "stages")  # the fields of every tile
+_EXTRA = re.compile(r" ([a-z]\w*?)(\d+)(?= |$)")
+_TEXT = re.compile(rf"(\d+)x(\d+) w(\d+) s(\d+)((?:{_EXTRA.pattern})*)")
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Tile:
         names = [name for name, _ in self.extra]
         if names != sorted(set(names)):
             raise ValueError(f"tile extra must be sorted by name and name each once, got {', '.join(names)}")
-        own = [(name, getattr(self, name)) for name in ("block_m", "block_n", "warps", "stages")]
+        own = [(name, getattr(self, name)) for name in OWN]
         for name, value in (*own, *self.extra):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"tile {name} must be an int, got {type(value).__name__}")
@@ -57,9 +55,27 @@ class Tile:
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> Tile:
         """A tile from a mapping: `block_m`, `block_n`, `warps`, `stages`, and any further integers as extras."""
-        own = {f.name for f in fields(cls)} - {"extra"}
-        extra = tuple(sorted((name, value) for name, value in entry.items() if name not in own))
-        return cls(**{name: entry[name] for name in own if name in entry}, extra=extra)
+        extra = tuple(sorted((name, value) for name, value in entry.items() if name not in OWN))
+        return cls(**{name: entry[name] for name in OWN if name in entry}, extra=extra)
+
+    @property
+    def entry(self) -> dict[str, int]:
+        """The mapping that `parse` takes, its own fields first."""
+        return {**{name: getattr(self, name) for name in OWN}, **dict(self.extra)}
+
+    @classmethod
+    def from_text(cls, text: str) -> Tile:
+        """The tile that `str` wrote. Raises ValueError for another text."""
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(f"a tile is written as in 128x64 w4 s2, got {text!r}")
+        own = dict(zip(OWN, map(int, found.groups()[:4]), strict=True))
+        return cls.parse(own | {name: int(value) for name, value in _EXTRA.findall(found[5])})
+
+    def having(self, values: Mapping[str, int]) -> Tile:
+        """This tile with other values of these fields, by their names; 0 leaves an extra out."""
+        entry = {**self.entry, **values}
+        return Tile.parse({name: value for name, value in entry.items() if value or name in OWN})
 
 
 @dataclass(frozen=True)
@@ -106,36 +122,3 @@ class Switches:
     def __str__(self) -> str:
         off = [f"-{name}" for name in RUNGS[1:] if not getattr(self, name)]
         return " ".join(off + (["+tf32"] if self.tf32 else [])) or "all"
-
-
-class TileTable:
-    """A port's `tiles.yaml`: a list of entries, each the tiles swept for one class of problems, best first.
-
-    An entry has `target`, `direction`, `bits` (16 or 32: the width of the dtype), `head_dim` (the largest it is for),
-    `masked` (whether the mask has an edge on the right, as causal has), `tiles`, and what was measured and where.
-    """
-
-    def __init__(self, path: Path) -> None:
-        entries = yaml.safe_load(path.read_text())
-        self._tiles: dict[tuple[str, str, int, bool], list[tuple[int, list[Tile]]]] = {}
-        for entry in entries:
-            key = (entry["target"], entry["direction"], entry["bits"], entry["masked"])
-            tiles = [Tile.parse(tile) for tile in entry["tiles"]]
-            self._tiles.setdefault(key, []).append((entry["head_dim"], tiles))
-        for rows in self._tiles.values():
-            rows.sort(key=lambda row: row[0])
-
-    @classmethod
-    @cache
-    def load(cls, path: Path) -> TileTable:
-        """The table in that file, read once."""
-        return cls(path)
-
-    def lookup(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
-        """The tiles of the entry with the smallest `head_dim` that holds the problem's; empty when none was swept."""
-        masked = problem.mask.right is not None
-        key = (target.name, direction, problem.dtype.itemsize * 8, masked)
-        for head_dim, tiles in self._tiles.get(key, ()):
-            if problem.head_dim <= head_dim:
-                return list(tiles)
-        return []

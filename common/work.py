@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from .problem import Problem
 
 FMA = "fma"  # the instruction of products that no matrix instruction computes: those of IEEE fp32
-ROWS = frozenset(
-    {"lse", "dlse", "delta", "shift"}
-)  # a number in fp32 for each query; shift is the lse as it is subtracted
+# A number in fp32 for each query; shift is the lse as it is subtracted.
+ROWS = frozenset({"lse", "dlse", "delta", "shift"})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported, Work
+from common import Build, Direction, Grid, Port, Problem, Switches, Target, Tile, Unsupported, Work
 from common.budget import check_budget
 from common.ports import NAIVE_TILE, dtype_reason
 from common.target import ADA
@@ -31,15 +31,43 @@ class CutePort(Port):
     """
 
     name: ClassVar[str] = "cute"
+    tile_table: ClassVar[Path | None] = Path(__file__).with_name("tiles.yaml")
 
     def unsupported(self, problem: Problem, target: Target) -> str | None:
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
-        table = TileTable.load(Path(__file__).with_name("tiles.yaml"))
         # The kernels are the Ada path's everywhere: where nothing was swept, so are the tiles.
-        swept = table.lookup(problem, target, direction) or table.lookup(problem, ADA, direction)
+        swept = self.swept(problem, target, direction) or self.swept(problem, ADA, direction)
         return self.fitting([*swept, NAIVE_TILE], problem, target, direction)
+
+    def grids(self, problem: Problem, target: Target, direction: Direction) -> list[Grid]:
+        if direction == "forward":
+            values = {
+                "block_m": (64, 128),
+                "block_n": (32, 48, 64, 96, 128),
+                "warps": (2, 4, 8),
+                "stages": (1, 2),
+                "lazy_rescale": (0, 1),
+            }
+            return [Grid("forward_kernel", values)]
+        # How the warps of dkdv_kernel share the work goes with its tile; the rest of its extras come after both.
+        shape = {
+            "block_m": (32, 64, 128),
+            "block_n": (64, 128, 256),
+            "warps": (4, 8),
+            "stages": (1, 2),
+            "key_warps": (0, 2, 4),
+            "parts": (0, 2),
+            "atomics": (1,),
+        }
+        extras = {"parts": (0, 2, 4), "v_in_registers": (0, 1), "blocks": (0, 2), "atomics": (0, 1)}
+        dq = {"dq_block_m": (64, 128), "dq_block_n": (32, 48, 64, 96), "dq_warps": (4, 8), "dq_stages": (1, 2)}
+        return [
+            Grid("dkdv_kernel", shape),
+            Grid("dkdv_kernel", extras),
+            Grid("dq_kernel", dq, without=("atomics",)),
+        ]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)

@@ -7,7 +7,9 @@ that the harness itself need not import its language.
 
 from __future__ import annotations
 
+import math
 import pickle
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
@@ -17,26 +19,34 @@ from common import Direction, Kernel, Problem
 from .environment import core_count
 from .isolation import Caller, Lost, Worker
 from .jobs import Setting
-from .names import own_name, switches_of
+from .names import own_name, switches_of, tiles_of
 from .session import Session, in_order, progress
 
 PROCESSES_MOST = 16  # each takes about 1 GB
 WORTH_IT = 3  # kernels; a process takes seconds to start
 
 
-def compile_ahead(session: Session, names: Sequence[str] | None = None) -> int:
+def compile_ahead(
+    session: Session,
+    names: Sequence[str] | None = None,
+    problems: Sequence[Problem] | None = None,
+    directions: Sequence[Direction] | None = None,
+    until: float = math.inf,
+) -> int:
     """Compiles what the checks and timings of a session launch, as far as its ports ask for it: how many kernels.
 
-    names: the contestants, by default the ports as they are. Only for a GPU, and not in the harness's own process. What
+    names: the contestants, by default the ports as they are. problems, directions: by default those of the session.
+    until: when nothing more is begun, by `time.monotonic`. Only for a GPU, and not in the harness's own process. What
     cannot be compiled is left to the check that needs it, which will say why.
     """
     request, setting = session.request, session.setting
     if not (session.environment.has_gpu and request.isolated):
         return 0
-    problems = tuple(case.problem for case in session.suite.cases if not session.earlier(case))
+    if problems is None:
+        problems = tuple(case.problem for case in session.suite.cases if not session.earlier(case))
     try:
         names = tuple(session.ports) if names is None else names
-        kernels = session.callers[0].call(kernels_of, setting, names, problems, request.each)
+        kernels = session.callers[0].call(kernels_of, setting, names, problems, directions or request.each)
     except Lost:
         return 0
     cores = core_count()
@@ -47,7 +57,8 @@ def compile_ahead(session: Session, names: Sequence[str] | None = None) -> int:
 
     def compile_there(caller: Caller, kernel: bytes) -> None:
         with suppress(Lost):
-            caller.call(compile_kernel, kernel, sm)
+            if time.monotonic() < until:
+                caller.call(compile_kernel, kernel, sm)
 
     workers = [Worker(request.limit_s, threads=1, environment=session.variables) for _ in range(count)]
     try:
@@ -71,10 +82,12 @@ def kernels_of(
     found: dict[Kernel, None] = {}
     for name in names:
         port, target, switches = setting.open_port(own_name(name)), setting.target_of(name), switches_of(name)
+        tiles = tiles_of(name)
         for problem, direction in product(problems, directions):
             forms: list[dict[str, bool]] = [{}] if direction == "forward" else [{"dlse": True}, {"deterministic": True}]
             for form in forms:
-                kernels = port.kernels(problem, target, direction, switches=switches, **form)
+                tile = tiles.get(direction)
+                kernels = port.kernels(problem, target, direction, tile=tile, switches=switches, **form)
                 found.update(dict.fromkeys(kernels))
     return [pickle.dumps(kernel) for kernel in found]
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from . import cli_checks, cli_learn, cli_measures, cli_roofline  # noqa: F401  # they add their commands
+from . import cli_checks, cli_learn, cli_measures, cli_roofline, cli_sweep  # noqa: F401  # they add their commands
 from .cli_options import INTERRUPTED, FormatOption, JsonOption, app, piped, prepare
 from .errors import UsageError, complain
 from .options import TOLERANCE_PERCENT, Format

@@ -28,7 +28,7 @@ from .environment import Environment
 from .errors import one_line
 from .inputs import Inputs, InputSpec, make_inputs
 from .isolation import Caller, Lost
-from .names import own_name, path_name, switches_of
+from .names import own_name, path_name, switches_of, tiles_of
 from .provenance import sources_hash
 from .suites import Case
 from .timing import Contestant, CudaStopwatch, Timing
@@ -104,7 +104,7 @@ class Stand:
         """The same, with outputs of its own."""
         port, target = self._setting.contestant(name), self._setting.target_of(name)
         about = self._case.problem, self.inputs, self.truth
-        return Trial(port, *about, target=target, switches=switches_of(name))
+        return Trial(port, *about, target=target, tiles=tiles_of(name), switches=switches_of(name))
 
 
 @dataclass(frozen=True)
@@ -274,13 +274,13 @@ class Refusal:
 
 
 def build(setting: Setting, name: str, problem: Problem, target: Target, direction: Direction) -> list[Build] | Refusal:
-    """The kernels that a port ships for a direction, compiled, without their code."""
-    port = setting.open_port(name)
+    """The kernels that a contestant has for a direction, compiled, without their code."""
+    port, tile = setting.open_port(own_name(name)), tiles_of(name).get(direction)
     reason = port.unsupported(problem, target)
     if reason is not None:
         return Refusal(reason, by_contract=True)
     try:
-        return [replace(one, ptx="") for one in port.build(problem, target, direction)]
+        return [replace(one, ptx="") for one in port.build(problem, target, direction, tile=tile)]
     except Unsupported as error:
         return Refusal(str(error), by_contract=False)
 

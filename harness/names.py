@@ -2,12 +2,15 @@
 
 A port or a baseline goes by its own name, `triton`. What else there is to say of a contestant stands behind it:
 `triton#2` is triton once more; `triton#skip` is triton on that rung of its ladder, `triton#-skip` with that one switch
-off, `triton#all` with none off; and `triton@ada#skip` takes the code path of that target, and not the run's.
+off, `triton#all` with none off; `triton#forward 1 64x64 w4 s2` has that tile in that direction, as a candidate of the
+first grid of a sweep; and `triton@ada#skip` takes the code path of that target, and not the run's.
 """
 
 from __future__ import annotations
 
-from common import RUNGS, Switches
+from typing import get_args
+
+from common import RUNGS, Direction, Switches, Tile
 
 ALL = "all"
 LEFT_OUT = (ALL, *(f"-{rung}" for rung in RUNGS[1:]))  # the variants of a ladder that leaves one out at a time
@@ -44,6 +47,25 @@ def switches_of(name: str) -> Switches:
     if variant in RUNGS:
         return Switches.rung(variant)
     return Switches().without(variant[1:]) if variant.startswith("-") else Switches()
+
+
+def with_tile(own: str, direction: Direction, grid: int, tile: Tile) -> str:
+    """The name of a candidate: a port with that tile in one direction, and its own choice in the other.
+
+    grid: the number of the sweep's grid, from 1.
+    """
+    return name_of(own, f"{direction} {grid} {tile}")
+
+
+def tiles_of(name: str) -> dict[Direction, Tile]:
+    """The tile that a contestant is given, by the direction it is for; empty where the port chooses."""
+    direction, _, rest = variant_of(name).partition(" ")
+    return {own: Tile.from_text(rest.partition(" ")[2]) for own in get_args(Direction) if own == direction}
+
+
+def grid_of(name: str) -> str:
+    """The direction and the number of the grid that a candidate is of; empty where it is none."""
+    return variant_of(name).partition(f" {tile}")[0] if (tile := next(iter(tiles_of(name).values()), None)) else ""
 
 
 def rival_of(name: str) -> str | None:

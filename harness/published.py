@@ -17,6 +17,7 @@ from .errors import UsageError
 from .ladder_tables import across_ladder, is_rung, ladder_tables
 from .reader import Record, read_records
 from .records import problem_of
+from .sweep_tables import is_candidate, swept_tables
 from .tables import Table, as_markdown, problem_cells
 from .timing import Timing, speed_cells
 
@@ -28,14 +29,14 @@ def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
     And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
-    records of a ladder have tables of their own.
+    records of a ladder and of a sweep have tables of their own.
     """
     records = list(records)
-    timed = [record for record in records if record["samples"] and not is_rung(record)]
+    timed = [record for record in records if record["samples"] and not is_rung(record) and not is_candidate(record)]
     tables = [_table(rows) for rows in grouped(timed, "port").values()]
     if any(len(record["samples"][0]["ms"]) > 2 for record in timed):
         tables += across_tables(timed, {})
-    return tables + ladder_tables(_timed_ladder(records), {})
+    return tables + ladder_tables(_timed_ladder(records), {}) + swept_tables(records)
 
 
 def _timed_ladder(records: Iterable[Record]) -> list[Record]:

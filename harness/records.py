@@ -142,10 +142,7 @@ def problem_of(fields: dict[str, Any]) -> Problem:
 
 def tile_fields(tile: Tile | None) -> dict[str, Any] | None:
     """A tile, fit for JSON; what a port needs besides is among its fields."""
-    if tile is None:
-        return None
-    fields = {"block_m": tile.block_m, "block_n": tile.block_n, "warps": tile.warps, "stages": tile.stages}
-    return fields | dict(tile.extra)
+    return None if tile is None else tile.entry
 
 
 def tile_of(fields: dict[str, int] | None) -> Tile | None:

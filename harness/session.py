@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import common
-from common import Direction, Port, Target
+from common import Direction, Port, Problem, Target
 
 from . import jobs
 from .baselines.protocol import Span
+from .compilers import PACKAGES
 from .environment import Environment, core_count
 from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
@@ -103,11 +104,13 @@ class Session:
         open_port: Callable[[str], Port] = jobs.open_port,
         variables: Mapping[str, str] = MappingProxyType({}),
         suite: Suite | None = None,
+        launches: bool = True,
     ) -> Iterator[Session]:
         """A session with the ports of the request that can run here; its workers end with it.
 
         open_port: where ports come from, by name. variables: of the workers' environment. suite: instead of the one
-        of the request. Raises UsageError for what can be told before anything runs.
+        of the request. launches: a port has to run here, not only to be imported. Raises UsageError for what can be
+        told before anything runs.
         """
         for name in request.impls:
             if name not in common.port_names():
@@ -121,12 +124,12 @@ class Session:
             suite = suite.without(request.skip)
         session = cls(request, here, suite, target, others=tuple(others), open_port=open_port, variables=variables)
         if request.resume is not None:
-            session._earlier, note = resumed_records(request.resume, ("check", "disagreement"))
+            session._earlier, note = resumed_records(request.resume, ("check", "disagreement", "build"))
             if note:
                 complain(note)
         session.callers = session._make_callers()
         try:
-            session._open_ports()
+            session._open_ports(launches)
             yield session
         finally:
             for caller in session.callers:
@@ -160,14 +163,15 @@ class Session:
             return [Worker(self.request.limit_s, environment=self.variables)]
         cores = core_count()
         count = min(cores, WORKERS_MOST, len(self.suite.cases) or WORKERS_MOST)
-        return [Worker(self.request.limit_s, threads=max(1, cores // count)) for _ in range(count)]
+        threads = max(1, cores // count)
+        return [Worker(self.request.limit_s, threads, self.variables) for _ in range(count)]
 
-    def _open_ports(self) -> None:
+    def _open_ports(self, launches: bool) -> None:
         """Finds the ports that can run here; for the others the reason, which is also said on stderr."""
         for name in self.request.impls:
             opened = jobs.opened(self.callers[0], self.setting, name)
             reason = opened.reason
-            if not reason and not self.environment.has_gpu:
+            if not reason and launches and not self.environment.has_gpu:
                 reason = self._probe(name)
             if reason:
                 self.missing[name] = reason
@@ -182,10 +186,15 @@ class Session:
             return ""
         return reason and f"the {name} port cannot run here: {reason}"
 
-    def check(self, caller: Caller, name: str, case: Case) -> Iterator[Check]:
-        """The checks of a contestant on a case, by direction. One that hangs case after case is no longer called."""
+    def check(
+        self, caller: Caller, name: str, case: Case, directions: Sequence[Direction] | None = None
+    ) -> Iterator[Check]:
+        """The checks of a contestant on a case, by direction; default, those of the request.
+
+        One that hangs case after case is no longer called.
+        """
         failed = False
-        for direction in self.request.each:
+        for direction in directions or self.request.each:
             about = (self.setting, name, case, direction)
             own = own_name(name)
             if failed:
@@ -217,7 +226,23 @@ class Session:
     def earlier(self, case: Case) -> list[Record]:
         """The records of the case in the file to resume, as far as they are of these ports, this card and these
         packages, made of the sources that are here."""
-        return [record for record in self._earlier if self._is_ours(record, case)]
+        return [record for record in self._earlier if record["kind"] != "build" and self._is_ours(record, case)]
+
+    def earlier_builds(self, problem: Problem) -> list[Record]:
+        """The builds of a problem in the file to resume, of the sources that are here by this version of their
+        compiler. On which machine that was makes no difference to what a compiler writes."""
+
+        def is_ours(record: Record) -> bool:
+            own = own_name(record["port"])
+            compilers = [facts["packages"].get(PACKAGES.get(own)) for facts in (record["provenance"], self.facts)]
+            return (
+                record["problem"] == problem_fields(problem)
+                and record["target"] == {"name": self.target.name, "sm": self.target.sm}
+                and compilers[0] == compilers[1]
+                and record["sources"] == self.ports.get(own) is not None
+            )
+
+        return [record for record in self._earlier if record["kind"] == "build" and is_ours(record)]
 
     def _is_ours(self, record: Record, case: Case) -> bool:
         about = {

@@ -24,7 +24,8 @@ PLAIN_WIDTH = 500  # where there is no terminal no line is wrapped
 class Table:
     """A title, columns, rows of cells, and notes that are printed below. The first `labels` columns are words.
 
-    problems: for each row that was added, the problem that it is about, None where it is about no single one.
+    problems: for each row that was added, the problem that it is about, None where it is about no single one. heat:
+    cells are numbers up to 100, which a terminal colours.
     """
 
     title: str
@@ -33,6 +34,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
     labels: int = 1
     problems: list[Problem | None] = field(default_factory=list)
+    heat: bool = False
 
     def add(self, *cells: str, problem: Problem | None = None) -> None:
         """Adds a row, about that problem."""
@@ -72,7 +74,8 @@ def _print_text(table: Table, console: Console) -> None:
     for i, column in enumerate(table.columns):
         text.add_column(column, justify="left" if i < table.labels else "right", overflow="fold")
     for row in table.rows:
-        text.add_row(*(Text(cell, style=_style(cell)) for cell in row))
+        warm = table.labels if table.heat else len(row)
+        text.add_row(*(Text(cell, _heat(cell) if i >= warm else _style(cell)) for i, cell in enumerate(row)))
     console.print(text)
     for note in table.notes:
         console.print(Text(note, style="red" if note.startswith("FAIL") else "dim"))
@@ -82,6 +85,16 @@ def _print_text(table: Table, console: Console) -> None:
 
 def _style(cell: str) -> str:
     return "green" if cell == "pass" else "bold red" if cell.startswith("FAIL") else ""
+
+
+def _heat(cell: str) -> str:
+    """Green for the best, over yellow to red for half as fast; what is no number stays dim."""
+    number = cell.rstrip("*")
+    if not number.isdecimal():
+        return _style(cell) or "dim"
+    warmth = min(1.0, max(0.0, int(number) / 50 - 1))  # 0 at 50 %, 1 at 100 %
+    red, green = min(1.0, 2 - 2 * warmth), min(1.0, 2 * warmth)
+    return f"black on rgb({60 + round(170 * red)},{60 + round(150 * green)},60)"
 
 
 def as_markdown(table: Table) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -170,8 +171,8 @@ class _Runs:
 class Trial:
     """One port on one problem's inputs: its checks, and then the launches to time, of the very same calls.
 
-    tile: None lets the port choose. Of a baseline only o and its gradients are compared: its memory and its lse are its
-    own, and its repeatability is not promised.
+    tiles: of a direction; in others the port chooses. Of a baseline only o and its gradients are compared: its memory
+    and its lse are its own, and its repeatability is not promised.
     """
 
     def __init__(
@@ -182,11 +183,11 @@ class Trial:
         truth: Truth,
         *,
         target: Target,
-        tile: Tile | None = None,
+        tiles: Mapping[Direction, Tile] = MappingProxyType({}),
         switches: Switches | None = None,
     ) -> None:
         self._port, self._problem, self._inputs, self._truth = port, problem, inputs, truth
-        self._target, self._tile, self._switches = target, tile, switches or Switches()
+        self._target, self._tiles, self._switches = target, tiles, switches or Switches()
         self._forward_check: Check | None = None
         self._saved: Tensors = ()
         self._decoy: Inputs | None = None
@@ -202,7 +203,8 @@ class Trial:
             if reason is not None:
                 raise Unsupported(reason)
             if isinstance(self._port, Port):
-                tile = self._port.choose_tile(self._problem, self._target, direction, self._tile, self._switches)
+                own = self._tiles.get(direction)
+                tile = self._port.choose_tile(self._problem, self._target, direction, own, self._switches)
             check = self._check_forward(tile) if direction == "forward" else self._check_backward(tile)
         except Unsupported as error:
             check = self._verdict(direction, tile, "unsupported", reason=str(error))
@@ -249,10 +251,10 @@ class Trial:
 
             return call
         if direction == "forward":
-            return lambda: port.forward(x.q, x.k, x.v, self._problem, **self._options())
+            return lambda: port.forward(x.q, x.k, x.v, self._problem, **self._options(direction))
         o, lse = saved
         dlse = x.dlse if self._with_dlse(deterministic) else None
-        options = self._options() | {"deterministic": deterministic}
+        options = self._options(direction) | {"deterministic": deterministic}
         return lambda: port.backward(x.do, dlse, x.q, x.k, x.v, o, lse, self._problem, **options)
 
     @property
@@ -266,8 +268,8 @@ class Trial:
     def _with_dlse(self, deterministic: bool) -> bool:
         return not deterministic and not self._is_baseline
 
-    def _options(self) -> dict[str, Any]:
-        return {"target": self._target, "tile": self._tile, "switches": self._switches}
+    def _options(self, direction: Direction) -> dict[str, Any]:
+        return {"target": self._target, "tile": self._tiles.get(direction), "switches": self._switches}
 
     def _verdict(self, direction: Direction, tile: Tile | None, verdict: Verdict, **more: object) -> Check:
         about = (self._port.name, self._problem, direction, self._target, tile, self._switches)

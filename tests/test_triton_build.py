@@ -14,9 +14,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from common import Build, Direction, Mask, Problem, Target, Tile, Unsupported, port
+from common import Build, Direction, Mask, Problem, Switches, Target, Tile, Unsupported, port
 from harness.compilers import compiler_by
-from harness.isolation import Here
+from harness.environment import INTERPRET
+from harness.isolation import Here, Worker
 from harness.spills import Built, Spills
 from triton_impl import budget
 from triton_impl.launch import row_tile
@@ -243,3 +244,45 @@ def test_there_is_a_tile_for_every_head_dim_and_all_of_them_fit(
             assert len(tiles) == len(set(tiles))
             for one in tiles:
                 TRITON.check_tile(problem, chip, direction, one)
+
+
+def found_when_launched(problem: Problem, target: Target, native: Target, tile: Tile) -> list[tuple[str, str, bool]]:
+    """Of each kernel, in a process that compiles: its name, whose instructions it has, and whether Triton's launcher
+    finds what was compiled ahead on disk, when it is given tensors and the problem's own numbers."""
+    import triton
+
+    from triton_impl.ahead import Code, driver_of
+    from triton_impl.build import plan
+    from triton_impl.launch import compile_options
+
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    found = []
+    for launch, dtypes in plan(problem, "backward", tile, Switches()):
+        Code.of(launch, dtypes, target).compile(native.sm)
+        launch.kernel.device_caches.clear()
+        tensors = [torch.empty(64, dtype=dtype) for dtype in dtypes]
+        with driver_of(native):
+            options = compile_options(launch.tile.warps, launch.tile.stages, target, native)
+            compiled = launch.kernel.warmup(*tensors, *launch.numbers, grid=(1,), **launch.constants, **options)
+        assert hits.pop(0) is False
+        found.append((launch.kernel.__name__, compiled.metadata.arch, hits.pop()))
+    return found
+
+
+@pytest.mark.parametrize(("target", "arch"), [("ada", "sm89"), ("hopper", "sm90")])
+def test_what_was_compiled_ahead_is_what_a_launch_looks_for(target: str, arch: str, tmp_path: Path) -> None:
+    problem = Problem(2, 4, 2, 300, 333, 40, torch.bfloat16, Mask.causal())
+    worker = Worker(environment={INTERPRET: "0", "TRITON_CACHE_DIR": str(tmp_path)})
+    try:
+        about = Target.named(target), Target.named("hopper"), Tile(32, 32, 4, 2)
+        found = worker.call(found_when_launched, problem, *about)
+    finally:
+        worker.close()
+    assert found == [(kernel, arch, True) for kernel in ("prepare_kernel", "dkdv_kernel", "dq_kernel")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process compiles")
+def test_an_interpreting_process_has_nothing_to_compile_ahead() -> None:
+    problem = Problem(1, 1, 1, 64, 64, 64)
+    assert TRITON.kernels(problem, Target.named("ada"), "forward") == ()

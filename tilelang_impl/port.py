@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Kernel, Port, Problem, Switches, Target, Tile, TileTable, Unsupported, Work
+from common import Build, Direction, Grid, Kernel, Port, Problem, Switches, Target, Tile, Unsupported, Work
 from common.budget import check_budget
 from common.ports import dtype_reason
 from common.work import backward_work, forward_work
@@ -34,6 +34,7 @@ class TilelangPort(Port):
     """
 
     name: ClassVar[str] = "tilelang"
+    tile_table: ClassVar[Path | None] = Path(__file__).with_name("tiles.yaml")
 
     def __init__(self) -> None:
         self._fault = version_fault()
@@ -44,8 +45,22 @@ class TilelangPort(Port):
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
-        swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
+        swept = self.swept(problem, target, direction)
         return self.fitting([*swept, *_candidates(problem, target, direction)], problem, target, direction)
+
+    def grids(self, problem: Problem, target: Target, direction: Direction) -> list[Grid]:
+        hopper = target.instruction == "wgmma"
+        owned, warps, stages = ((128, 192), (8, 12), (2, 3)) if hopper else ((64, 128), (4, 8), (1, 2))
+        walked: tuple[int, ...] = (64, 96, 128) if hopper else (32, 48, 64, 96)
+        if direction == "forward":
+            walked += (160,) if hopper else (128,)
+            values = {"block_m": owned, "block_n": walked, "warps": warps, "stages": stages, "lazy_rescale": (0, 1)}
+            return [Grid("forward_kernel", values)]
+        dkdv = {"block_m": (32, 64, 128), "block_n": owned, "warps": warps, "stages": stages}
+        dq = {"dq_block_m": owned, "dq_block_n": walked, "dq_warps": warps, "dq_stages": stages}
+        if not hopper:
+            dkdv["atomic_dq"] = (0, 1)
+        return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq, without=("atomic_dq",))]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)

@@ -35,14 +35,14 @@ _INSTRUCTIONS = {
 
 
 def plan(
-    problem: Problem, direction: Direction, tile: Tile, switches: Switches
+    problem: Problem, direction: Direction, tile: Tile, switches: Switches, has_dlse: bool = False
 ) -> list[tuple[Launch, tuple[torch.dtype, ...]]]:
     """The launches of a problem on packed tensors, each with the dtypes of its tensors."""
     q, k = (torch.empty(shape, device="meta").stride() for shape in (problem.q_shape, problem.kv_shape))
     x, lse = problem.dtype, torch.float32
     if direction == "forward":
         return [(plan_forward(problem, tile, switches, q, k, k, q), (x, x, x, x, lse))]
-    prepare, dkdv, dq = plan_backward(problem, tile, switches, False, q, q, k, k, q, q, k, k)
+    prepare, dkdv, dq = plan_backward(problem, tile, switches, has_dlse, q, q, k, k, q, q, k, k)
     walk = (x, x, x, x, lse, lse)
     return [(prepare, (x, x, lse, lse, lse, lse)), (dkdv, (*walk, x, x)), (dq, (*walk, x))]
 

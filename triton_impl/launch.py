@@ -72,12 +72,8 @@ class Launch:
         if compiled is not None:  # past Triton's own dispatch, which looks at every argument anew
             compiled[self.grid, 1, 1](*tensors, *self.numbers, *self.constants.values())
             return
-        options: dict[str, Any] = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
-        if not INTERPRET:
-            # From Triton 3.10 on factor and shift would not be one multiply-add by default.
-            options["enable_fp_fusion"] = True
-            if target != Target.detect(device):
-                options["arch"] = f"sm{target.capability}"
+        native = target if INTERPRET else Target.detect(device)
+        options = compile_options(self.tile.warps, self.tile.stages, target, native)
         compiled = self.kernel[self.grid, 1, 1](*tensors, *self.numbers, **self.constants, **options)
         if not INTERPRET:
             if compiled.metadata.shared > target.smem_per_block:
@@ -86,6 +82,17 @@ class Launch:
                     f"{target.sm} gives {target.smem_per_block} B"
                 )
             self.compiled[key] = compiled
+
+
+def compile_options(warps: int, stages: int, target: Target, native: Target) -> dict[str, Any]:
+    """Triton's options for a kernel with the instructions of `target`, that is to run on a card of `native`."""
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    if not INTERPRET:
+        # From Triton 3.10 on factor and shift would not be one multiply-add by default.
+        options["enable_fp_fusion"] = True
+        if target != native:
+            options["arch"] = f"sm{target.capability}"
+    return options
 
 
 def interpreter_fault() -> str | None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from common import Build, Direction, Port, Problem, Switches, Target, Tile, TileTable, Unsupported, Work
+from common import Build, Direction, Grid, Port, Problem, Switches, Target, Tile, Unsupported, Work
 from common.budget import check_budget
 from common.ports import dtype_reason
 from common.work import backward_work, forward_work
 
 from . import budget
+from .ahead import Code
 from .backward import backward
-from .build import build
+from .build import build, plan
 from .forward import forward
 from .launch import INTERPRET, instruction, interpreter_fault
 
@@ -25,6 +27,7 @@ class TritonPort(Port):
     """FlashAttention-2 in Triton: fp16, bf16 and fp32, every target; on a CPU in Triton's interpreter."""
 
     name: ClassVar[str] = "triton"
+    tile_table: ClassVar[Path | None] = Path(__file__).with_name("tiles.yaml")
 
     def __init__(self) -> None:
         self._fault = interpreter_fault() if INTERPRET else None
@@ -35,8 +38,19 @@ class TritonPort(Port):
         return dtype_reason(self.name, problem, (torch.float16, torch.bfloat16, torch.float32))
 
     def tiles(self, problem: Problem, target: Target, direction: Direction) -> list[Tile]:
-        swept = TileTable.load(Path(__file__).with_name("tiles.yaml")).lookup(problem, target, direction)
+        swept = self.swept(problem, target, direction)
         return self.fitting([*swept, *_candidates(problem, target, direction)], problem, target, direction)
+
+    def grids(self, problem: Problem, target: Target, direction: Direction) -> list[Grid]:
+        wide = problem.dtype.itemsize == 4
+        side, warps = (16, 32, 64) if wide else (32, 64, 128), (4,) if wide else (4, 8)
+        stages = (1, 2) if wide else (1, 2, 3)
+        if direction == "forward":
+            values = {"block_m": side[1:], "block_n": side, "warps": warps, "stages": (*stages, max(stages) + 1)}
+            return [Grid("forward_kernel", values)]
+        dkdv = {"block_m": side, "block_n": side, "warps": warps, "stages": stages}
+        dq = {"dq_block_m": side[1:], "dq_block_n": side, "dq_warps": warps, "dq_stages": (*stages, max(stages) + 1)}
+        return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq)]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -71,6 +85,20 @@ class TritonPort(Port):
             adds_dq=False,
             dlse=dlse,
         )
+
+    def _kernels(
+        self,
+        problem: Problem,
+        target: Target,
+        direction: Direction,
+        tile: Tile,
+        switches: Switches,
+        dlse: bool,
+        deterministic: bool,
+    ) -> Sequence[Code]:
+        if INTERPRET:
+            return ()
+        return [Code.of(launch, dtypes, target) for launch, dtypes in plan(problem, direction, tile, switches, dlse)]
 
     def _forward(
         self,
