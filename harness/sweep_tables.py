@@ -19,7 +19,8 @@ SIDES = ("block_m", "block_n")  # the axes of a heat map; of the kernel of dq it
 
 
 def stage_tables(stage: Stage, where: str, room: int, flops: int) -> list[Table]:
-    """The tables of one grid. where: whose code ran where, or for what it was built. room: bytes of shared memory a block may have."""
+    """The tables of one grid. where: whose code ran where, or for what it was built. room: bytes of shared memory that
+    a block may have."""
     title = f"Sweep of {stage.port} {stage.direction}, {stage.grid.kernel}, {where}, {stage.problem.id}"
     fitting = [one for one in stage.candidates if not one.by_budget]
     table = Table(
