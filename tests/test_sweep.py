@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -36,8 +37,9 @@ from common import port as open_registered
 from common.budget import check_budget
 from harness import jobs
 from harness.ahead import kernels_of
-from harness.autotune import autotune_calls
+from harness.autotune import autotune_calls, autotuned
 from harness.baselines import Baseline
+from harness.candidates import Candidate, Stage
 from harness.cli import main
 from harness.environment import CPU, INTERPRET, Environment
 from harness.errors import UsageError
@@ -574,3 +576,23 @@ def test_autotuning_wraps_the_kernels_from_outside(interpreting: Worker, suite: 
     assert [re.match(r"(\w+) BLOCK_M: \d+, BLOCK_N: \d+, num_warps: 1", one)[1] for one in calls.chosen] == [*kernels]  # type: ignore[index]
     check = interpreting.call(jobs.check, setting, "triton", case, direction)
     assert check.verdict == "pass", "what was chosen computes the same"
+
+
+def test_the_table_of_autotuning_tells_what_it_could_not_do(suite: str) -> None:
+    setting = jobs.Setting(CPU, ADA)
+    session = SimpleNamespace(setting=setting, request=SweepRequest(("triton",)))
+    case = load_suite(suite, small=True).cases[0]
+    tiles = [
+        Candidate(with_tile("triton", "forward", 1, tile), tile) for tile in (Tile(16, 16, 1, 1), Tile(32, 16, 1, 1))
+    ]
+    stage = Stage("triton", "forward", case.problem, Grid("forward_kernel", {}), tiles)
+    shown = autotuned(session, case, "forward", [stage])  # type: ignore[arg-type]
+    (look_up, tuned) = shown.rows
+    if "interpreter" in look_up[3]:
+        pytest.skip(look_up[3])
+    assert float(look_up[1]) >= float(look_up[2]) > 0
+    assert re.fullmatch(r"the look-up \d+\.\d ms of the first call", look_up[3])
+    if not torch.cuda.is_available():
+        assert tuned[0] == "@triton.autotune"
+        assert tuned[3].startswith("it raised "), "it times on a GPU only"
+    assert "Autotuning tries 2 of forward_kernel, in every process anew" in shown.notes[0]
