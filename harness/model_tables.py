@@ -42,6 +42,11 @@ class Group:
         return bool(self.records[0]["mode"] == "train")
 
     @property
+    def step(self) -> str:
+        """What one of its losses is of."""
+        return "step" if self.is_training else "batch"
+
+    @property
     def floor(self) -> Record | None:
         """The run of another of PyTorch's attentions, whose difference is the noise floor."""
         others = (r for r in self.records if r["contestant"] in BASELINES and r["contestant"] != REFERENCE)
@@ -51,9 +56,8 @@ class Group:
     def title(self) -> str:
         """What ran on which card."""
         first = self.records[0]
-        what = (
-            f"{first['steps']} training steps" if self.is_training else f"loss on {first['steps'] * self.tokens} tokens"
-        )
+        steps = first["steps"]
+        what = f"{steps} training steps" if self.is_training else f"loss on {steps * self.tokens} tokens"
         problem = first["problem"]
         sizes = f"batch {problem['batch']}, context {problem['len_q']}"
         return f"{model_title(first)}, {what}, {sizes}, {path_of(first)}"
@@ -100,20 +104,19 @@ def speed_of(record: Record, tokens: int) -> float | None:
 
 def model_tables(records: Iterable[Record]) -> list[Table]:
     """For each model and text: the runs beside PyTorch's, losses by step, and compiled runs beside eager ones."""
-    tables = []
-    for group in groups(records):
-        tables.append(_main_table(group))
-        if group.is_training:
-            tables += _curve_table(group)
-        tables += _compiled_table(group)
-    return tables
+    return [table for group in groups(records) for table in tables_of(group)]
+
+
+def tables_of(group: Group) -> list[Table]:
+    """The tables of one group; the first has a row for each of its records, in their order."""
+    return [_main_table(group), *(_curve_table(group) if group.is_training else ()), *_compiled_table(group)]
 
 
 def _main_table(group: Group) -> Table:
     theirs = title_of(REFERENCE)
     training = group.is_training
     losses = ("first loss", "last loss") if training else ("loss", f"Δ to {theirs}")
-    apart_columns = ("largest |Δ loss|", "at step") + (("largest |Δ norm|", "at step") if training else ())
+    apart_columns = ("largest |Δ loss|", f"at {group.step}") + (("largest |Δ norm|", "at step") if training else ())
     speed = ("tokens/s", f"% of {theirs}", "peak GB") if any(r["step_ms"] for r in group.records) else ()
     table = Table(group.title, ("attention", *losses, *apart_columns, *speed, "verdict"))
     reference = group.one(REFERENCE)
@@ -125,7 +128,7 @@ def _main_table(group: Group) -> Table:
     first = group.records[0]
     if group.floor is not None:
         table.notes.append(
-            f"Δ: to {theirs}, by {'step' if training else 'batch'}. The row of {name_of(group.floor)} is the noise "
+            f"Δ: to {theirs}, by {group.step}. The row of {name_of(group.floor)} is the noise "
             "floor: PyTorch's own attention, adding in another order."
         )
     if training:

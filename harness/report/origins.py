@@ -10,7 +10,7 @@ from ..tables import Table
 from .runs import Run, changed_ports, origin_of
 from .tables import PageTable, page_table
 
-KIND_WORDS = {"check": "checks", "disagreement": "disagreements", "memory": "measurements of memory"}
+KIND_WORDS = {"check": "checks", "disagreement": "disagreements", "memory": "measurements of memory", "model": "models"}
 
 
 def origins_table(runs: Sequence[Run]) -> PageTable:
