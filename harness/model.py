@@ -36,7 +36,7 @@ from .session import FAILED, NOTHING_RAN, OK, Request, Session, progress
 from .suites import Case, Suite
 from .tables import print_tables
 from .text import Text, drawn, has_tokenizer, load_text, windows
-from .training import Mode, Outcome, Plan, run_model
+from .training import OUT_OF_MEMORY, Mode, Outcome, Plan, run_model
 from .trial import Verdict
 
 SMALL = GPT2Config(layers=4, heads=4, width=128, context=64)  # what an interpreter can train
@@ -245,7 +245,9 @@ def _status(this: Model, *, all_asked: bool) -> int:
     verdicts = [record["verdict"] for record in this.records]
     if "fail" in verdicts:
         return FAILED
-    return NOTHING_RAN if "pass" not in verdicts or (all_asked and this.session.missing) else OK
+    refused = [r for r in this.records if r["verdict"] == "unsupported" and r["reason"] != OUT_OF_MEMORY]
+    idle = {*this.session.missing, *(r["contestant"] for r in refused if r["contestant"] in this.session.ports)}
+    return NOTHING_RAN if "pass" not in verdicts or (all_asked and idle) else OK
 
 
 def _record(this: Model, name: str, compiled: bool, verdict: Verdict, reason: str, outcome: Outcome) -> dict[str, Any]:

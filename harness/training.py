@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,7 @@ from common import Unsupported
 
 from .checkpoint import Checkpoint
 from .gpt2 import GPT2, GPT2Config
+from .jobs import Stand
 
 Mode = Literal["eval", "train"]
 
@@ -56,15 +58,23 @@ def run_model(plan: Plan, impl: str, compiled: bool) -> Outcome:
 
     Parameters are fp32, products bf16 by autocast. What it raises is a fault, and lost by the worker.
     """
-    if plan.device.type == "cuda":  # what the contestant before has left
-        gc.collect()
-        torch.cuda.empty_cache()
+    _let_go(plan.device)
     try:
         return _run(plan, impl, compiled)
     except torch.OutOfMemoryError:
         return Outcome(reason=OUT_OF_MEMORY)
     except Unsupported as error:
         return Outcome(reason=str(error))
+
+
+def _let_go(device: torch.device) -> None:
+    """Frees what was left in this process by the checks and by the run before: peaks are to be this run's alone."""
+    Stand.forget()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # a compiled model keeps its weights
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _run(plan: Plan, impl: str, compiled: bool) -> Outcome:
@@ -89,7 +99,6 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 def _loss(model: GPT2, device: torch.device, compiled: bool) -> Loss:
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = model
     if compiled:
-        torch._dynamo.reset()
         # Without a GPU there is no speed to win, and generating C++ for the model takes a minute: its graph will do.
         function = torch.compile(model, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
 

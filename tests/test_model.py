@@ -194,6 +194,16 @@ def test_a_port_that_cannot_run_here_is_no_row_and_an_error_only_when_it_was_ask
     assert (model(request, CPU, all_asked=False), model(request, CPU)) == (0, 2)
 
 
+def test_a_port_that_refuses_the_model_says_why_and_is_an_error_only_when_it_was_asked_for(
+    book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ReferencePort, "unsupported", lambda self, problem, target: "no heads of 16 today")
+    request = ModelRequest(impls=(), contestants=PLAIN, text=book, isolated=False)
+    monkeypatch.setattr(Session, "_probe", lambda self, name: "")
+    assert (model(request, CPU, all_asked=False), model(request, CPU)) == (0, 2)
+    assert "no heads of 16 today" in capsys.readouterr().out
+
+
 def test_who_is_compared() -> None:
     assert contestants("triton,sdpa", CPU) == ("sdpa_flash", "sdpa_math", "triton")
     assert contestants("all", CPU) == ("sdpa_flash", "sdpa_math", "naive", *port_names())
