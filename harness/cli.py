@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from . import cli_checks, cli_learn, cli_measures, cli_roofline, cli_sweep  # noqa: F401  # they add their commands
+from . import cli_checks, cli_learn, cli_measures, cli_model, cli_roofline, cli_sweep  # noqa: F401  # they add commands
 from .cli_options import INTERRUPTED, FormatOption, JsonOption, app, piped, prepare
 from .errors import UsageError, complain
 from .options import TOLERANCE_PERCENT, Format
@@ -80,7 +80,7 @@ def tables_command(
       harness tables walkthrough.jsonl --format markdown
       harness tables --write README.md
     """
-    from .published import record_tables, write_tables
+    from .published import KINDS, record_tables, write_tables
     from .reader import read_records
     from .tables import print_tables
 
@@ -89,7 +89,7 @@ def tables_command(
     if write is not None:
         print(f"{write}: {'written' if write_tables(write) else 'as it was'}")
         return
-    records = [record for path in files or () for record in read_records(path, ("check",))]
+    records = [record for path in files or () for record in read_records(path, KINDS)]
     tables = record_tables(records)
     if not tables:
         raise UsageError("no record there holds a timing: these come from a GPU")
@@ -103,10 +103,10 @@ def report_command(
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page is written.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page of records: verdicts, bars of TFLOP/s, time and memory against N, and all the tables.
+    """Write one HTML page of records: verdicts, bars of TFLOP/s, time and memory against N, losses, and all the tables.
 
-    It takes what --json of run, bench, matrix, memory and roofline has written. The page loads nothing: it can be
-    mailed, and opens from disk. Its filters are kept in its address, so that a link shows the same view.
+    It takes what --json of run, bench, matrix, memory, roofline and model has written. The page loads nothing: it can
+    be mailed, and opens from disk. Its filters are kept in its address, so that a link shows the same view.
 
     Exit status: 0 all good, 2 wrong usage.
 

@@ -92,6 +92,11 @@ class Stand:
         cls._kept = kept
         return kept
 
+    @classmethod
+    def forget(cls) -> None:
+        """Lets go of what is kept, for a call that wants the memory for something else."""
+        cls._kept = None
+
     def trial(self, name: str) -> Trial:
         """A contestant on the case."""
         tried = name, self._setting.contestant(name)

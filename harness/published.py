@@ -15,6 +15,7 @@ from pathlib import Path
 from .bench_tables import across_tables, changed_notes, grouped, path_of, provenance_notes, title_of
 from .errors import UsageError
 from .ladder_tables import across_ladder, is_rung, ladder_tables
+from .model_tables import model_tables
 from .reader import Record, read_records
 from .records import problem_of
 from .sweep_tables import is_candidate, swept_tables
@@ -22,6 +23,7 @@ from .tables import Table, as_markdown, problem_cells
 from .timing import Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
+KINDS = ("check", "model")  # of the records that tables are made of
 _BLOCK = re.compile(r"(<!-- (records|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
@@ -29,14 +31,16 @@ def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
     And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
-    records of a ladder and of a sweep have tables of their own.
+    records of a ladder, of a sweep and of models have tables of their own.
     """
     records = list(records)
+    models = [record for record in records if record["kind"] == "model"]
+    records = [record for record in records if record["kind"] == "check"]
     timed = [record for record in records if record["samples"] and not is_rung(record) and not is_candidate(record)]
     tables = [_table(rows) for rows in grouped(timed, "port").values()]
     if any(len(record["samples"][0]["ms"]) > 2 for record in timed):
         tables += across_tables(timed, {})
-    return tables + ladder_tables(_timed_ladder(records), {}) + swept_tables(records)
+    return tables + ladder_tables(_timed_ladder(records), {}) + swept_tables(records) + model_tables(models)
 
 
 def _timed_ladder(records: Iterable[Record]) -> list[Record]:
@@ -84,8 +88,9 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     has nothing to show."""
 
     def generate(match: re.Match[str]) -> str:
-        records = [record for name in match[3].split() for record in read_records(results / name, ("check",))]
         whole = match[2] == "records"
+        kinds = KINDS if whole else ("check",)
+        records = [record for name in match[3].split() for record in read_records(results / name, kinds)]
         tables = record_tables(records) if whole else across_ladder(_timed_ladder(records), {})
         if not tables:
             raise UsageError(f"{match[3]} has no timings{'' if whole else ' of a ladder'}")

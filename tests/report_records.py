@@ -81,3 +81,25 @@ def memory() -> list[Record]:
                 | {"formula_bytes": held, "sources": None, "provenance": provenance()}
             )  # fmt: skip
     return records
+
+
+def models(mode: str = "train", *, steps: int = 30) -> list[Record]:
+    """A GPT-2 with PyTorch's attention, with another of PyTorch's, with a port, with one that ran out of memory."""
+    of = Problem(8, 12, 12, 1024, 1024, 64, torch.bfloat16, Mask.causal())
+    base = {name: current()[name] for name in ("schema", "inputs", "seed")} | {"suite": "gpt2", "case": "attention"}
+    base |= {"target": HOPPER, "problem": problem_fields(of), "mode": mode, "steps": steps, "compiled": False}
+    sizes = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257, "parameters": 124_439_808}
+    text = {"source": "a book", "tokenizer": "bytes", "sha256": "0" * 64}
+    base |= {"model": sizes, "weights": None, "text": text, "direction": "both" if mode == "train" else "forward"}
+    losses = [10.8 - 0.1 * step for step in range(steps)]
+    records = []
+    for who, apart, ms in (("sdpa_flash", 0.0, 80.0), ("sdpa_efficient", 1e-4, 100.0), ("triton", 2e-4, 64.0)):
+        own = [loss + apart * (step + 1) / steps for step, loss in enumerate(losses)]
+        norms = [4.0 + 10 * apart] * steps if mode == "train" else []
+        timed = [1000.0] * 9 + [ms] * (steps - 10) if mode == "train" else [ms] * steps
+        ran = {"verdict": "pass", "reason": "", "losses": own, "grad_norms": norms, "step_ms": timed}
+        records.append(base | {"contestant": who, "peak_bytes": 12_340_000_000} | ran)
+    lost = {"verdict": "unsupported", "reason": "out of memory", "losses": [], "grad_norms": [], "step_ms": []}
+    records.append(base | {"contestant": "naive", "peak_bytes": None} | lost)
+    made = {"kind": "model", "sources": None, "provenance": provenance()}
+    return [copy.deepcopy(record | made) for record in records]

@@ -11,7 +11,7 @@ import pytest
 import common
 from harness.cli import main
 from harness.provenance import folder_hash, sources_hash
-from harness.published import RESULTS, record_tables, with_tables, write_tables
+from harness.published import KINDS, RESULTS, record_tables, with_tables, write_tables
 from harness.reader import read_records, upgraded
 from harness.records import problem_fields, problem_of
 from harness.suites import load_suite
@@ -45,10 +45,13 @@ def test_the_readme_says_what_the_records_say() -> None:
 
 def test_every_kept_record_passed_its_check_on_a_named_card() -> None:
     for path in sorted(RESULTS.glob("*.jsonl")):
-        for r in read_records(path, ("check",)):
-            assert r["verdict"] == "pass"
+        for r in read_records(path, KINDS):
             assert r["provenance"]["card"]
-            assert r["samples"]
+            if r["kind"] == "model":
+                assert r["verdict"] == "pass" or r["reason"] == "out of memory"
+            else:
+                assert r["verdict"] == "pass"
+                assert r["samples"]
 
 
 def test_a_table_names_the_path_the_card_and_the_figures(tmp_path: Path) -> None:

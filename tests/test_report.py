@@ -20,7 +20,7 @@ from harness.published import RESULTS
 from harness.records import problem_fields
 from harness.report.times import rows_of
 
-from .report_records import MS, Record, bench, failed, memory, problem, provenance, timed
+from .report_records import MS, Record, bench, failed, memory, models, problem, provenance, timed
 from .test_matrix import ports
 from .test_matrix import request as matrix_request
 from .test_records import written
@@ -61,17 +61,18 @@ class Page(HTMLParser):
 
 
 def test_the_page_has_every_part_and_a_text_for_every_picture(tmp_path: Path) -> None:
-    text = report(tmp_path, *bench(), failed(), *memory())
+    text = report(tmp_path, *bench(), failed(), *memory(), *models())
     page = Page(text)
-    assert [one["id"] for one in page.all("section")] == ["verdicts", "speed", "memory", "rooflines", "how", "origins"]
+    ids = ["verdicts", "speed", "memory", "rooflines", "model", "how", "origins"]
+    assert [one["id"] for one in page.all("section")] == ids
     pictures = page.all("svg")
-    # 2 paths × 2 directions × 2 masks, each with a picture a length and one of time; and two of memory.
-    assert len(pictures) == 8 * 3 + 2
+    # 2 paths × 2 directions × 2 masks, each with a picture a length and one of time; two of memory and two of a model.
+    assert len(pictures) == 8 * 3 + 2 + 2
     assert all(one["role"] == "img" for one in pictures)
     assert text.count("<desc>") == text.count("<figcaption>") == len(pictures)
-    # A matrix a path, the numbers of 8 cards, 4 tables across and 2 ports in each, the cute port, memory,
-    # three examples of how it works and the steps that the script makes, origins.
-    assert len(page.all("table")) == 2 + 8 + 4 * (1 + 2) + 1 + 1 + (3 + 1) + 1
+    # A matrix a path, the numbers of 8 cards, 4 tables across and 2 ports in each, the cute port, memory, a model's
+    # runs and its losses by step, three examples of how it works and the steps that the script makes, origins.
+    assert len(page.all("table")) == 2 + 8 + 4 * (1 + 2) + 1 + 1 + 2 + (3 + 1) + 1
     assert "triton: 8 checks of 4 problems: 8 pass, 0 fail, 0 unsupported" in page.words
     assert "cute: 1 checks of 1 problems: 0 pass, 1 fail, 0 unsupported" in page.words
 
@@ -142,12 +143,10 @@ def test_a_wrong_cell_names_its_worst_element(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "missing"),
     [
-        (lambda: memory(), ["harness matrix", "harness bench", "harness roofline"]),
-        (lambda: [timed()], ["harness memory", "harness matrix", "harness roofline"]),
-        (
-            lambda: [timed(samples=None, host_us=None)],
-            ["harness matrix", "harness bench", "harness memory", "harness roofline"],
-        ),
+        (lambda: memory(), ["matrix", "bench", "roofline", "model"]),
+        (lambda: models(), ["matrix", "bench", "memory", "roofline"]),
+        (lambda: [timed()], ["memory", "matrix", "roofline", "model"]),
+        (lambda: [timed(samples=None, host_us=None)], ["matrix", "bench", "memory", "roofline", "model"]),
     ],
 )
 def test_what_there_are_no_records_of_is_a_sentence_with_the_command(
@@ -155,7 +154,7 @@ def test_what_there_are_no_records_of_is_a_sentence_with_the_command(
 ) -> None:
     page = Page(report(tmp_path, *records()))
     for command in missing:
-        assert command in page.words
+        assert f"harness {command}" in page.words
     assert len([one for one in page.all("p") if one.get("class") == "missing"]) == len(missing)
 
 
@@ -169,7 +168,9 @@ def test_what_records_say_is_text_and_never_markup(tmp_path: Path) -> None:
     other["baselines"] = [{"port": evil, "verdict": "fail", "reason": evil}, *other["baselines"]]
     wrong = timed(f"port {evil}", **hostile | apart)
     taken = [record | hostile | {"contestant": evil} for record in memory()]
-    text = report(tmp_path, other, wrong, *taken)
+    text_of_evil = {"source": evil, "tokenizer": evil, "sha256": evil}
+    trained = [record | hostile | {"contestant": evil, "text": text_of_evil, "reason": evil} for record in models()]
+    text = report(tmp_path, other, wrong, *taken, *trained)
     assert "alert(1)" in text
     page = Page(text)
     assert len(page.all("script")) == 1

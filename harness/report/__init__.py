@@ -1,9 +1,9 @@
 """`harness report`: records as one HTML page that needs no network and no server.
 
-`runs` reads the records, `verdicts`, `speed`, `memory`, `rooflines` and `origins` make the content of the page's
-sections of them, `cards`, `tables`, `bars`, `curves` and `roofline_chart` say how it is shown, and `page` puts it
-together with what is in `templates/`.
-Every figure comes from a record, apart from those of `learn`, which shows how the algorithm works.
+`runs` reads the records, `verdicts`, `speed`, `memory`, `rooflines`, `model` and `origins` make the content of the
+page's sections of them, `cards`, `tables`, `bars`, `curves`, `steps` and `roofline_chart` say how it is shown, and
+`page` puts it together with what is in `templates/`. Every figure comes from a record, apart from those of `learn`,
+which shows how the algorithm works.
 """
 
 from __future__ import annotations

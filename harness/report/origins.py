@@ -15,6 +15,7 @@ KIND_WORDS = {
     "disagreement": "disagreements",
     "memory": "measurements of memory",
     "roofline": "rooflines",
+    "model": "models",
 }
 
 

@@ -16,6 +16,7 @@ from markupsafe import Markup
 from .contestants import FORMULA, Contestant
 from .learn import lesson
 from .memory import memory_cards
+from .model import model_parts
 from .origins import origins_table
 from .rooflines import roofline_parts
 from .runs import Facets, Run, facets_of
@@ -76,6 +77,14 @@ def sections_of(runs: Sequence[Run]) -> list[Section]:
             content=roofline_parts(runs),
             missing="These records hold no roofline of a card. On a machine with a GPU, this makes some:",
             command="harness roofline --only n4096 --json roofline.jsonl",
+        ),
+        Section(
+            id="model",
+            title="Does a model train on it?",
+            template="model.html",
+            content=model_parts(runs),
+            missing="These records hold no run of a model. With or without a GPU, this makes some:",
+            command="harness model --mode train --json model.jsonl",
         ),
         Section(
             id="how",
@@ -158,6 +167,8 @@ def _contestants(runs: Sequence[Run]) -> list[Contestant]:
             names |= {record["contestant"], FORMULA}
         elif record["kind"] == "roofline":
             names.add(record["port"])
+        elif record["kind"] == "model":
+            names.add(record["contestant"])
     return sorted((Contestant(name) for name in names), key=lambda who: (who.rank, who.name))
 
 
@@ -173,4 +184,5 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, int]]:
         ("unsupported", seen["unsupported"]),
         ("timings", timed),
         ("measurements of memory", measured),
+        ("runs of a model", sum(record["kind"] == "model" for record in records)),
     ]

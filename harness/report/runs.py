@@ -19,10 +19,13 @@ from ..reader import Record, read_records
 from ..records import check_of, disagreement_of, problem_of
 from ..roofline_records import ROLES
 
-KINDS = ("check", "disagreement", "memory", "roofline")
+KINDS = ("check", "disagreement", "memory", "roofline", "model")
 MOST = 1e9  # no kernel takes as many ms, and no card reaches as many GB/s or TFLOP/s
 LEAST_MS = 1e-6  # no launch takes less than a nanosecond
-CELL = ("kind", "suite", "case", "problem", "inputs", "direction", "port", "ports", "contestant", "tensor")
+CELL = (
+    *("kind", "suite", "case", "problem", "inputs", "direction", "port", "ports", "contestant", "tensor"),
+    *("compiled", "model", "weights", "text", "steps"),
+)
 
 Facets = dict[str, str]  # by the names of the page's filters: path, direction, d, mask, dtype, who
 
@@ -79,8 +82,17 @@ def _fault(record: Record) -> str | None:
             disagreement_of(record)
         if record["kind"] == "memory":
             _ = [float(record[name] or 0) for name in ("peak_bytes", "extra_bytes", "formula_bytes")]
+        if record["kind"] == "model":
+            return _model_fault(record)
     except (ValueError, TypeError, OverflowError) as error:
         return one_line(error)
+    return None
+
+
+def _model_fault(record: Record) -> str | None:
+    wanted = {0, record["steps"]} if record["verdict"] != "pass" else {record["steps"]}
+    if len(record["losses"]) not in wanted:
+        return f"{len(record['losses'])} losses of {record['steps']} steps"
     return None
 
 
@@ -159,7 +171,7 @@ def _sources(record: Record) -> Iterator[tuple[str, str]]:
     if record["kind"] == "disagreement":
         sources = record["sources"]
     else:
-        sources = {record["contestant" if record["kind"] == "memory" else "port"]: record["sources"]}
+        sources = {record["contestant" if "contestant" in record else "port"]: record["sources"]}
     for name, digest in sources.items():
         if own_name(name) in common.port_names() and digest is not None:
             yield own_name(name), digest
