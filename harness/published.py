@@ -18,12 +18,13 @@ from .ladder_tables import across_ladder, is_rung, ladder_tables
 from .model_tables import model_tables
 from .reader import Record, read_records
 from .records import problem_of
+from .roofline_tables import roofline_tables
 from .sweep_tables import is_candidate, swept_tables
 from .tables import Table, as_markdown, problem_cells
 from .timing import Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
-KINDS = ("check", "model")  # of the records that tables are made of
+KINDS = ("check", "model", "roofline")  # of the records that tables are made of
 _BLOCK = re.compile(r"(<!-- (records|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
@@ -31,16 +32,17 @@ def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
     And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
-    records of a ladder, of a sweep and of models have tables of their own.
+    records of a ladder, of a sweep, of rooflines and of models have tables of their own.
     """
     records = list(records)
-    models = [record for record in records if record["kind"] == "model"]
+    models, rooflines = ([record for record in records if record["kind"] == kind] for kind in ("model", "roofline"))
     records = [record for record in records if record["kind"] == "check"]
     timed = [record for record in records if record["samples"] and not is_rung(record) and not is_candidate(record)]
     tables = [_table(rows) for rows in grouped(timed, "port").values()]
     if any(len(record["samples"][0]["ms"]) > 2 for record in timed):
         tables += across_tables(timed, {})
-    return tables + ladder_tables(_timed_ladder(records), {}) + swept_tables(records) + model_tables(models)
+    tables += ladder_tables(_timed_ladder(records), {}) + swept_tables(records)
+    return tables + roofline_tables(rooflines, {}) + model_tables(models)
 
 
 def _timed_ladder(records: Iterable[Record]) -> list[Record]:

@@ -23,6 +23,7 @@ from harness.counters import FORBIDDEN, Counted, Counters, metrics_for, parse, r
 from harness.environment import CPU, Environment
 from harness.errors import UsageError
 from harness.kernel_times import KernelTimes, kernel_times, launches_of, sorted_out
+from harness.published import with_tables
 from harness.reader import read_records
 from harness.roofline import RooflineRequest
 from harness.roofline_records import spots_of
@@ -356,6 +357,15 @@ def test_the_page_has_a_plot_of_every_problem(capsys: pytest.CaptureFixture[str]
     assert page.words.count("TFLOP/s against FLOP/B, both in logarithms. Ceilings: copy 4000 GB/s") == len(problems)
     assert "Ceilings, hopper path on the CPU" in page.words
     capsys.readouterr()
+
+
+def test_a_text_quotes_the_table_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert roofline.roofline(request(json=tmp_path / "x.jsonl"), HERE, open_port()) == 0
+    printed = capsys.readouterr().out
+    quoted = with_tables("<!-- records: x.jsonl -->\n<!-- /records -->", tmp_path)
+    kernels = {spot.name for record in read_records(tmp_path / "x.jsonl", ("roofline",)) for spot in spots_of(record)}
+    assert len(kernels) > 2
+    assert all(kernel in quoted and kernel in printed for kernel in kernels)
 
 
 def test_without_a_gpu_counts_stand_beside_datasheets(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
