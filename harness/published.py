@@ -1,7 +1,8 @@
 """The tables that the README quotes, generated from the records in `harness/results/`.
 
-Between `<!-- records: FILE… -->` and `<!-- /records -->` stands, in Markdown, what the records of these files say, and
-between `<!-- ladder: FILE… -->` and `<!-- /ladder -->` only how the ports compare on a ladder. Nobody types a figure:
+Between `<!-- records: FILE… -->` and `<!-- /records -->` stands, in Markdown, what the records of these files say;
+between `<!-- summary: FILE… -->` and `<!-- /summary -->` only how fast the ports are beside their baseline; and between
+`<!-- ladder: FILE… -->` and `<!-- /ladder -->` only how they compare on a ladder. Nobody types a figure:
 `harness tables --write README.md` writes them, and a test fails when they differ. When a port's sources are no longer
 those that were measured, the table says so.
 """
@@ -25,7 +26,7 @@ from .timing import Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
 KINDS = ("check", "model", "roofline")  # of the records that tables are made of
-_BLOCK = re.compile(r"(<!-- (records|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- (records|summary|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def record_tables(records: Iterable[Record]) -> list[Table]:
@@ -85,17 +86,52 @@ def _timing(record: Record) -> Timing:
     return Timing.of_record(record["samples"], record["host_us"])
 
 
+def summary_tables(records: Iterable[Record]) -> list[Table]:
+    """One table a direction: how fast each port was on each path, in % of the baseline that it was timed beside."""
+    timed = [record for record in records if record["samples"] and record["baselines"] and not is_rung(record)]
+    tables = []
+    for direction in dict.fromkeys(record["direction"] for record in timed):
+        members = [record for record in timed if record["direction"] == direction]
+        columns = list(dict.fromkeys((record["port"], path_of(record)) for record in members))
+        rows: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
+        for record in members:
+            baseline = record["baselines"][0]["port"]
+            percent = speed_cells(_timing(record), record["port"], baseline, record["flops"])[4]
+            cells = rows.setdefault(problem_cells(problem_of(record["problem"])), {})
+            cells[record["port"], path_of(record)] = percent
+        title = f"{direction}, in % of the speed of {title_of(members[0]['baselines'][0]['port'])}"
+        heads = (f"{port}, {path}" for port, path in columns)
+        table = Table(title, ("B,H,D", "dtype", "N", "mask", *heads), labels=4)
+        for labels, cells in rows.items():
+            table.add(*labels, *(cells.get(column, "–") for column in columns))
+        tables.append(table)
+    if tables:
+        tables[-1].notes += changed_notes(timed)
+    return tables
+
+
+def _across_ladder(records: Iterable[Record]) -> list[Table]:
+    return across_ladder(_timed_ladder(records), {})
+
+
+# What stands between markers of each kind: what makes the tables of records, and what these are of.
+MADE = {
+    "records": (record_tables, ""),
+    "summary": (summary_tables, " beside a baseline"),
+    "ladder": (_across_ladder, " of a ladder"),
+}
+
+
 def with_tables(text: str, results: Path = RESULTS) -> str:
     """The text with what stands between its markers generated anew. Raises UsageError for a file that is not there, or
     has nothing to show."""
 
     def generate(match: re.Match[str]) -> str:
-        whole = match[2] == "records"
-        kinds = KINDS if whole else ("check",)
-        records = [record for name in match[3].split() for record in read_records(results / name, kinds)]
-        tables = record_tables(records) if whole else across_ladder(_timed_ladder(records), {})
+        make, of = MADE[match[2]]
+        kinds = KINDS if match[2] == "records" else ("check",)
+        tables = make([record for name in match[3].split() for record in read_records(results / name, kinds)])
         if not tables:
-            raise UsageError(f"{match[3]} has no timings{'' if whole else ' of a ladder'}")
+            raise UsageError(f"{match[3]} has no timings{of}")
         return match[1] + "\n".join(as_markdown(table) for table in tables) + match[4]
 
     return _BLOCK.sub(generate, text)

@@ -11,7 +11,7 @@ import pytest
 import common
 from harness.cli import main
 from harness.provenance import folder_hash, sources_hash
-from harness.published import KINDS, RESULTS, record_tables, with_tables, write_tables
+from harness.published import KINDS, RESULTS, record_tables, summary_tables, with_tables, write_tables
 from harness.reader import read_records, upgraded
 from harness.records import problem_fields, problem_of
 from harness.suites import load_suite
@@ -27,9 +27,9 @@ def record(**changed: Any) -> dict[str, Any]:
     sample = kept["samples"][0] | {"ms": {"triton": 0.02, "sdpa_flash": 0.03}}
     figures = {"flops": 4 * 10**9, "host_us": {"triton": 20.0, "sdpa_flash": 25.0}, "samples": [sample] * 4}
     target = {"name": "ada", "sm": "sm_89"}
-    return (
-        kept | {"problem": problem, "target": target, "sources": folder_hash(ROOT / "triton_impl")} | figures | changed
-    )
+    provenance = kept["provenance"] | {"git": {"commit": "c3e9dfa69e" * 4, "dirty": False}, "date": None}
+    about = {"problem": problem, "target": target, "sources": folder_hash(ROOT / "triton_impl")}
+    return kept | about | {"provenance": provenance} | figures | changed
 
 
 def written(folder: Path, *records: dict[str, Any]) -> Path:
@@ -80,6 +80,18 @@ def test_a_table_says_which_samples_may_hold_host_time(tmp_path: Path) -> None:
     samples = [sample | {"late": ["sdpa_flash"]} for sample in kept["samples"]]
     (table,) = record_tables(read_records(written(tmp_path, kept | {"samples": samples}), ("check",)))
     assert "4 of 4 samples of sdpa_flash may hold host time" in table.notes[1]
+
+
+def test_a_summary_has_a_column_for_each_port_and_path_and_says_who_has_changed(tmp_path: Path) -> None:
+    ada = upgraded(record(sources="0" * 64))
+    ours = ada | {"target": {"name": "hopper", "sm": "sm_90a"}}
+    other = ours | {"problem": ours["problem"] | {"len_q": 1024, "len_k": 1024}}
+    (table,) = summary_tables(read_records(written(tmp_path, ours, ada, other), ("check",)))
+    assert table.title == "forward, in % of the speed of SDPA flash"
+    assert table.columns[4:] == ("triton, NVIDIA H200", "triton, ada path on NVIDIA H200")
+    assert [row[2:] for row in table.rows] == [("512", "causal", "150.0", "150.0"), ("1024", "causal", "150.0", "–")]
+    assert table.notes == ["The sources of triton or of `common` have changed since this was measured."]
+    assert summary_tables([ours | {"samples": None}]) == []
 
 
 def test_the_hash_of_a_folder_is_that_of_its_port() -> None:

@@ -195,6 +195,11 @@ def test_the_same_records_give_the_same_page(tmp_path: Path) -> None:
     assert report(tmp_path, *records) == report(tmp_path, *records)
 
 
+def test_a_record_of_an_earlier_version_is_of_a_date_that_is_not_known(tmp_path: Path) -> None:
+    first = json.loads(Path(__file__).with_name("record_version_1.json").read_text())
+    assert "of a date that was not recorded" in report(tmp_path, first)
+
+
 def test_without_files_it_takes_the_kept_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "page.html"
     with pytest.raises(SystemExit) as stop:
@@ -203,7 +208,7 @@ def test_without_files_it_takes_the_kept_records(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.startswith(f"{out}: written, from ")
     text = out.read_text()
     assert all(path.name in text for path in RESULTS.glob("*.jsonl"))
-    assert "of a date that was not recorded" in text
+    assert "2026-11-30" in text
 
 
 @pytest.mark.parametrize(
