@@ -18,7 +18,9 @@ from harness.matrix import matrix
 from harness.provenance import folder_hash
 from harness.published import RESULTS
 from harness.records import problem_fields
+from harness.report.runs import read_runs
 from harness.report.times import rows_of
+from harness.report.verdicts import verdicts
 
 from .report_records import MS, Record, bench, failed, memory, models, problem, provenance, timed
 from .test_matrix import ports
@@ -193,6 +195,20 @@ def test_the_page_loads_nothing_and_says_so_to_the_browser(tmp_path: Path) -> No
 def test_the_same_records_give_the_same_page(tmp_path: Path) -> None:
     records = timed(), failed(), *memory()
     assert report(tmp_path, *records) == report(tmp_path, *records)
+
+
+def test_verdicts_of_several_files_stand_side_by_side_unless_one_says_it_anew(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.jsonl" for name in ("a", "b", "c")]
+    for path, own in zip(files, (timed(), timed("tilelang"), timed()), strict=True):
+        path.write_text(json.dumps(own) + "\n")
+    told = verdicts(read_runs(files))
+    assert told is not None
+    first, second = told.parts
+    assert "from a.jsonl, b.jsonl" in first.title
+    assert first.counts == [
+        f"{port}: 1 checks of 1 problems: 1 pass, 0 fail, 0 unsupported" for port in ("triton", "tilelang")
+    ]
+    assert "from c.jsonl" in second.title
 
 
 def test_a_record_of_an_earlier_version_is_of_a_date_that_is_not_known(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..checks import RULE
@@ -30,7 +30,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Part:
-    """The verdicts of one run. counts: a sentence for each port. apart: the tables that compare ports."""
+    """The verdicts of one path. counts: a sentence for each port. apart: the tables that compare ports."""
 
     title: str
     facets: Facets
@@ -55,9 +55,30 @@ class Verdicts:
 
 
 def verdicts(runs: Sequence[Run]) -> Verdicts | None:
-    """The content of the section, a part for each run that checked something; None where none did."""
-    parts = [_part(run) for run in runs if run.of("check")]
+    """The content of the section, a part for each code path that something was checked on; None where nothing was."""
+    parts = [_part(run) for run in _together(run for run in runs if run.of("check"))]
     return Verdicts(parts) if parts else None
+
+
+def _together(runs: Iterable[Run]) -> list[Run]:
+    """One run for each path, unless a check is in two of them: verdicts, unlike times, compare between runs."""
+    found: list[Run] = []
+    for run in runs:
+        for i, other in enumerate(found):
+            if other.path == run.path and not _cells(other) & _cells(run):
+                found[i] = Run(f"{other.file}, {run.file}", run.path, other.records + run.records)
+                break
+        else:
+            found.append(run)
+    return found
+
+
+def _cells(run: Run) -> set[tuple[str, ...]]:
+    return {(*_row(record), record["port"]) for record in run.of("check")}
+
+
+def _row(record: Record) -> tuple[str, str, str, str]:
+    return record["suite"], record["case"], record["problem"]["id"], record["direction"]
 
 
 def _part(run: Run) -> Part:
@@ -106,8 +127,7 @@ def _matrix(run: Run, records: Sequence[Record], ports: Sequence[str]) -> PageTa
     )
     rows: dict[tuple[str, str, str, str], dict[str, Record]] = {}
     for record in records:
-        key = record["suite"], record["case"], record["problem"]["id"], record["direction"]
-        rows.setdefault(key, {})[record["port"]] = record
+        rows.setdefault(_row(record), {})[record["port"]] = record
     for (_, case, problem, direction), row in rows.items():
         cells = (_cell(check_of(row[port])) if port in row else "–" for port in ports)
         some = next(iter(row.values()))
