@@ -22,8 +22,8 @@ def read_records(path: Path, kinds: Collection[str]) -> list[Record]:
     return _of_kinds(path, _records(path, _lines(path)), kinds)
 
 
-def resumed_records(path: Path, kinds: Collection[str]) -> tuple[list[Record], str]:
-    """The same of a run that may have ended early, and a note of what is left out, or nothing.
+def resumed_records(path: Path) -> tuple[list[Record], str]:
+    """All records of a run that may have ended early, and a note of what is left out, or nothing.
 
     Its last line may be unfinished, and it may have ended before its first record. Raises UsageError for all else.
     """
@@ -36,7 +36,18 @@ def resumed_records(path: Path, kinds: Collection[str]) -> tuple[list[Record], s
             note = f"{path} ends in an unfinished line, which is left out"
     if not records:
         return [], note or f"{path} is empty: everything is done anew"
-    return _of_kinds(path, records, kinds), note
+    return records, note
+
+
+def is_within(path: Path, whole: Path) -> bool:
+    """Whether each record of the first file is in the second; not of a file that has none."""
+    try:
+        records, _ = resumed_records(path)
+        others, _ = resumed_records(whole)
+    except UsageError:
+        return False
+    known = {json.dumps(record, sort_keys=True) for record in others}
+    return bool(records) and all(json.dumps(record, sort_keys=True) in known for record in records)
 
 
 def _lines(path: Path) -> list[bytes]:
