@@ -263,7 +263,9 @@ class Session:
             return
         of, why = f"records of {self.request.resume}", ", ".join(f"{number} {reason}" for reason, number in reasons)
         if not kept:
-            raise UsageError(f"none of the {len(misfits)} {of} fits this run ({why}): without --resume it is done anew")
+            raise UsageError(
+                f"none of the {len(misfits)} {of} fits this run ({why}): leave --resume out, with a new file for --json"
+            )
         complain(f"{len(kept)} of {len(misfits)} {of} fit this run; the others do not: {why}")
         self._earlier = kept
 

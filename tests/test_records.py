@@ -255,6 +255,15 @@ def test_a_run_that_resumes_replaces_no_file_whose_records_it_does_not_all_have(
     assert read_records(before, ("check",)) == [one, two]
     assert resume(two, three) == told.replace("before\n", "before2\n")
     assert read_records(tmp_path / "x.jsonl.before2", ("check",)) == [one, three]
+    # A check that had no timing yet, and was done again with one.
+    untimed = {"samples": None, "host_us": None, "untimed": "", "provenance": one["provenance"] | {"date": None}}
+    for change, kept in (({}, False), ({"verdict": "fail"}, True)):
+        for place in tmp_path.iterdir():
+            place.unlink()
+        written(partial, one | untimed | change)
+        assert resume(one) == (told if kept else "")
+        assert before.exists() == kept
+    written(tmp_path / "x.jsonl.before2")
     path.write_text("no records, and no end of a line")
     assert "before3" in resume(one)
 
