@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from common import Direction, Port
 
@@ -37,6 +38,7 @@ class BenchRequest(Request):
     baselines: the first is what speeds are relative to. compiles: also tell what compiling takes, from empty caches.
     """
 
+    kinds: ClassVar[tuple[str, ...]] = ("check",)
     spans: tuple[Span, ...] = tuple(SPANS)
     baselines: tuple[str, ...] = tuple(BASELINES)
     rounds: int = timing.ROUNDS
@@ -46,6 +48,10 @@ class BenchRequest(Request):
     def each(self) -> tuple[Direction, ...]:
         """The directions that have to be checked."""
         return tuple(d for d in SPANS["both"] if any(d in SPANS[span] for span in self.spans))
+
+    def asks_for(self, variant: str, direction: str) -> bool:
+        """Whether these are a port, or one named once more, and a span asked for."""
+        return (not variant or variant.isdecimal()) and direction in self.spans
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -98,7 +104,7 @@ def bench(
         if not session.ports:
             return NOTHING_RAN
         this = Bench(request, session)
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with session.record_file() as file:
             this.file = file
             _run(this, variables)
     return status_of(session, (check_of(record) for record in this.records), all_asked=all_asked)

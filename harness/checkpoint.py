@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-from .errors import UsageError, one_line
+from .errors import UsageError, complain, one_line
 from .gpt2 import GPT2, GPT2Config
 
 FILE = "model.safetensors"
 PREFIX = "transformer."
 TIED = "lm_head.weight"
 MASKS = (".attn.bias", ".attn.masked_bias")  # of older files: what masks the scores, and no weight
+DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors calls what fp32 weights may be made of
 HEAD_DIM = 64  # of every GPT-2, where no config.json tells how many heads there are
 # What config.json may say that this model does not compute otherwise.
 FIXED = {
+    "model_type": "gpt2",
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -37,6 +39,11 @@ class Checkpoint:
     config: GPT2Config
     sha256: str
 
+    @property
+    def source(self) -> str:
+        """What records and tables call it: its name and that of its folder, since most files have the same name."""
+        return f"{self.path.resolve().parent.name}/{self.path.name}"
+
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """The checkpoint in a safetensors file, or in a folder with model.safetensors and config.json.
@@ -47,7 +54,13 @@ class Checkpoint:
         if not file.is_file():
             raise UsageError(f"--weights {path} is no safetensors file, nor a folder with {FILE}")
         with _opened(file) as tensors:
-            shapes = {_own_name(name): tuple(tensors.get_slice(name).get_shape()) for name in _weights(tensors)}
+            slices = {_own_name(name): tensors.get_slice(name) for name in _weights(tensors)}
+            shapes = {name: tuple(x.get_shape()) for name, x in slices.items()}
+            for name, x in slices.items():
+                if x.get_dtype() not in DTYPES:
+                    raise UsageError(f"--weights {file} is no GPT-2: {name} is of {x.get_dtype()}, no floating point")
+                if 0 in shapes[name]:
+                    raise UsageError(f"--weights {file} is no GPT-2: {name} is {shapes[name]}, without an element")
         config = _config(file, shapes)
         with torch.device("meta"):
             wanted = {name: tuple(p.shape) for name, p in GPT2(config, "").named_parameters()}
@@ -98,8 +111,10 @@ def _config(file: Path, shapes: dict[str, tuple[int, ...]]) -> GPT2Config:
     if beside.is_file():
         try:
             told = json.loads(beside.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{beside} cannot be read: {one_line(error)}") from error
+        if not isinstance(told, dict):
+            raise UsageError(f"{beside} is no configuration: it holds no names with values")
     for name, value in FIXED.items():
         if told.get(name, value) != value:
             raise UsageError(f"{beside}: {name} must be {value}, got {told[name]}")
@@ -108,7 +123,17 @@ def _config(file: Path, shapes: dict[str, tuple[int, ...]]) -> GPT2Config:
         raise UsageError(f"--weights {file} is no GPT-2: it has no wte.weight and wpe.weight of two dimensions")
     vocabulary, width = tokens
     layers = {name.split(".")[2] for name in shapes if name.startswith(f"{PREFIX}h.")}
-    heads = told.get("n_head", width // HEAD_DIM)
-    if not isinstance(heads, int) or heads < 1 or width % heads:
+    if not layers:
+        raise UsageError(f"--weights {file} is no GPT-2: it has no layers")
+    heads = told.get("n_head")
+    if heads is None:
+        if width % HEAD_DIM:
+            raise UsageError(
+                f"--weights {file}: nothing beside it tells how many heads there are (n_head of a config.json), and a "
+                f"width of {width} does not go into heads of {HEAD_DIM}"
+            )
+        heads = width // HEAD_DIM
+        complain(f"no n_head beside {file}: {heads} heads of {HEAD_DIM} are assumed")
+    if type(heads) is not int or heads < 1 or width % heads:
         raise UsageError(f"--weights {file}: a width of {width} does not go into {heads} heads")
     return GPT2Config(len(layers), heads, width, positions[0], vocabulary)

@@ -6,6 +6,7 @@ PyTorch is imported by the commands, not here, so that `--help` and a typo answe
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .environment import Environment
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
+SEED_MOST = 2**63 - 1  # of PyTorch's generators and of readers of JSON
 
 app = typer.Typer(
     name="harness",
@@ -47,9 +49,13 @@ SkipOption = Annotated[str | None, typer.Option(metavar="TEXT", help="No cases w
 RoundsOption = Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")]
 ResumeOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Go on from these records, also of an interrupted run (FILE.partial)."),
+    typer.Option(
+        metavar="FILE",
+        help="Go on from these records, also of an interrupted run (FILE.partial), as far as they fit; refused when "
+        "none does. Records go to FILE; if some are not carried over, what was there is kept as FILE.before.",
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="The seed of the inputs.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=SEED_MOST, metavar="N", help="The seed of the inputs.")]
 LimitOption = Annotated[
     float, typer.Option("--time-limit", min=1, metavar="S", help="Seconds that one check or row of timings may take.")
 ]
@@ -94,7 +100,7 @@ def records_file(json: Path | None, resume: Path | None) -> Path | None:
     """Where records go: to the file that is resumed, unless another one is named."""
     if json is not None or resume is None:
         return json
-    return resume.with_suffix("") if resume.suffix == ".partial" else resume
+    return resume.with_suffix("") if re.fullmatch(r"\.(partial|before\d*)", resume.suffix) else resume
 
 
 def piped(command: Callable[[], int]) -> int:

@@ -68,7 +68,7 @@ def sweep_command(
     spilling: Annotated[bool, typer.Option("--spilling", help="A tile that spills more may win.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write what is faster into the port's tiles.yaml.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the heat maps, as SVG.", show_default=False)
+        Path | None, typer.Option(metavar="FILE.svg", help="Also draw the heat maps.", show_default=False)
     ] = None,
     autotune: Annotated[
         bool, typer.Option("--autotune", help="Also tell what @triton.autotune costs at its first call.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from markupsafe import Markup
 
@@ -22,13 +21,8 @@ LETTERS = 62  # of a line of a title
 Panel = tuple[dict[str, int], dict[tuple[int, int], Candidate]]
 
 
-def write_picture(path: Path, stages: Sequence[Stage], where: str) -> None:
-    """Draws the heat maps of all stages below each other. where: whose code ran where, or for what it was built."""
-    path.write_text(str(heat_picture(stages, where)) + "\n", encoding="utf-8")
-
-
 def heat_picture(stages: Sequence[Stage], where: str) -> Markup:
-    """The picture."""
+    """The heat maps of all stages below each other. where: whose code ran where, or for what it was built."""
     title = f"Tiles swept, {where}: % of the best speed"
     parts: list[Markup] = [element("style", Markup(STYLE)), text(title, 2, LINE, class_="title")]
     y = float(LINE)

@@ -8,9 +8,9 @@ what is lost without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import ClassVar
 
 from common import RUNGS, Port
 
@@ -39,6 +39,7 @@ class LadderRequest(Request):
     leave_one_out: all switches on and then each alone off, not one more at a time.
     """
 
+    kinds: ClassVar[tuple[str, ...]] = ("check",)
     suite: str = "walkthrough"
     longest: bool = False
     leave_one_out: bool = False
@@ -48,6 +49,10 @@ class LadderRequest(Request):
     def target_names(self) -> tuple[str, ...]:
         """The targets asked for."""
         return tuple(name.strip() for name in self.target.split(","))
+
+    def asks_for(self, variant: str, direction: str) -> bool:
+        """Whether that is a rung of this ladder, and a direction asked for."""
+        return variant in self.variants and direction in self.each
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -73,7 +78,7 @@ def ladder(
     with Session.open(request, here, open_port, suite=suite) as session:
         if not session.ports:
             return NOTHING_RAN
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with session.record_file() as file:
             _run(session, request, records, file)
     print_closing(session)
     checks = (check_of(record) for record in records)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -15,6 +14,7 @@ from .checks import NAMES, RULE, place_in_words, tile_in_words
 from .environment import Environment
 from .isolation import Caller, Lost
 from .jobs import Disagreement
+from .reader import Record
 from .records import RecordFile, check_of, check_record, disagreement_of, disagreement_record
 from .session import Request, Session, status_of
 from .suites import Case
@@ -29,12 +29,14 @@ UNITS = (
 
 @dataclass
 class Row:
-    """What became of one problem: the checks, and by how much the ports disagree. lost: why they were not compared."""
+    """What became of one problem: the checks, and by how much the ports disagree. lost: why they were not compared.
+    records: what an earlier run has written of it."""
 
     case: Case
     checks: list[Check]
     apart: list[Disagreement] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
 
     def of(self, port: str) -> list[Check]:
         """The checks of a port, by direction."""
@@ -60,7 +62,7 @@ def matrix(
     rows: list[Row] = []
     with Session.open(request, here, open_port) as session:
         try:
-            with RecordFile(request.json) if request.json else nullcontext() as records:
+            with session.record_file() as records:
                 compile_ahead(session)
                 for _, row in session.for_each_case("checking", lambda caller, case: _row(session, caller, case)):
                     rows.append(row)
@@ -97,7 +99,7 @@ def _earlier(session: Session, case: Case) -> Row | None:
     if not all(key in checks for key in wanted):
         return None
     row = Row(case, [check_of(checks[key]) for key in wanted])
-    known = {(*r["ports"], r["tensor"]): disagreement_of(r) for r in records if r["kind"] == "disagreement"}
+    known = {(*r["ports"], r["tensor"]): r for r in records if r["kind"] == "disagreement"}
     pairs = [
         (a, b, tensor)
         for direction in session.request.each
@@ -106,11 +108,16 @@ def _earlier(session: Session, case: Case) -> Row | None:
     ]
     if not all(pair in known for pair in pairs):
         return None
-    row.apart = [known[pair] for pair in pairs]
+    row.apart = [disagreement_of(known[pair]) for pair in pairs]
+    row.records = [*(checks[key] for key in wanted), *(known[pair] for pair in pairs)]
     return row
 
 
 def _write(session: Session, records: RecordFile, row: Row) -> None:
+    for record in row.records:
+        records.write(record)
+    if row.records:
+        return
     about = session.about(row.case)
     for check in row.checks:
         records.write(check_record(check, sources=session.ports[check.port], **about))

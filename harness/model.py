@@ -30,7 +30,7 @@ from .isolation import Lost
 from .jobs import NAIVE
 from .model_tables import REFERENCE, model_tables
 from .reader import Record
-from .records import RecordFile, problem_fields
+from .records import SHOWN, RecordFile, problem_fields
 from .schema import VERSION
 from .session import FAILED, NOTHING_RAN, OK, Request, Session, progress
 from .suites import Case, Suite
@@ -118,7 +118,7 @@ def model(request: ModelRequest, here: Environment, *, all_asked: bool = True) -
         if ports and not session.ports:
             return NOTHING_RAN
         this = Model(request, session, plan, text)
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with RecordFile(request.json, use=SHOWN) if request.json else nullcontext() as file:
             this.file = file
             compile_ahead(session)
             try:
@@ -257,7 +257,7 @@ def _record(this: Model, name: str, compiled: bool, verdict: Verdict, reason: st
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT2(plan.config, "").parameters())
     checkpoint = plan.checkpoint
-    weights = None if checkpoint is None else {"source": checkpoint.path.name, "sha256": checkpoint.sha256}
+    weights = None if checkpoint is None else {"source": checkpoint.source, "sha256": checkpoint.sha256}
     return {
         "schema": VERSION,
         "kind": "model",

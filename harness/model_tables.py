@@ -189,8 +189,8 @@ def _verdict(record: Record) -> str:
 
 def _material(record: Record) -> str:
     weights, text = record["weights"], record["text"]
-    of = f"weights of seed {record['seed']}" if weights is None else f"weights of {weights['source']}"
-    return f"{of.capitalize()}; text: {text['source']}, in {text['tokenizer']}"
+    of = f"Weights of seed {record['seed']}" if weights is None else f"Weights of {weights['source']}"
+    return f"{of}; text: {text['source']}, in {text['tokenizer']}"
 
 
 def _curve_table(group: Group) -> list[Table]:

@@ -11,6 +11,14 @@ from .errors import UsageError
 from .schema import record_fault
 
 Record = dict[str, Any]
+TIMED = (
+    "samples",
+    "host_us",
+    "untimed",
+    "baselines",
+    "first_calls_s",
+    "compile_s",
+)  # of a check: its timing
 
 
 def read_records(path: Path, kinds: Collection[str]) -> list[Record]:
@@ -22,8 +30,8 @@ def read_records(path: Path, kinds: Collection[str]) -> list[Record]:
     return _of_kinds(path, _records(path, _lines(path)), kinds)
 
 
-def resumed_records(path: Path, kinds: Collection[str]) -> tuple[list[Record], str]:
-    """The same of a run that may have ended early, and a note of what is left out, or nothing.
+def resumed_records(path: Path) -> tuple[list[Record], str]:
+    """All records of a run that may have ended early, and a note of what is left out, or nothing.
 
     Its last line may be unfinished, and it may have ended before its first record. Raises UsageError for all else.
     """
@@ -36,7 +44,34 @@ def resumed_records(path: Path, kinds: Collection[str]) -> tuple[list[Record], s
             note = f"{path} ends in an unfinished line, which is left out"
     if not records:
         return [], note or f"{path} is empty: everything is done anew"
-    return _of_kinds(path, records, kinds), note
+    return records, note
+
+
+def is_within(path: Path, whole: Path) -> bool:
+    """Whether each record of the first file is in the second; not of a file that has none.
+
+    A check without a timing, such as an interrupted run leaves, is also there when it was done again to the same end.
+    """
+    try:
+        records, _ = resumed_records(path)
+        others, _ = resumed_records(whole)
+    except UsageError:
+        return False
+    known = {_text(form) for record in others for form in (record, _finding(record))}
+    wanted = [record if record.get("samples") else _finding(record) for record in records]
+    return bool(records) and all(_text(record) in known for record in wanted)
+
+
+def _finding(record: Record) -> Record:
+    """What a check has found, without when that was and what it took; any other record as it is."""
+    if record["kind"] != "check":
+        return record
+    facts = {key: value for key, value in record["provenance"].items() if key not in ("date", "git")}
+    return {key: value for key, value in record.items() if key not in TIMED} | {"provenance": facts}
+
+
+def _text(record: Record) -> str:
+    return json.dumps(record, sort_keys=True)
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -16,12 +17,15 @@ from common import DTYPE_NAMES, Mask, Problem, Switches, Target, Tile
 
 from .baselines.protocol import bytes_of, flops_of
 from .checks import TensorCheck, Worst
-from .errors import UsageError
+from .errors import UsageError, complain
 from .inputs import InputSpec
 from .jobs import Disagreement
+from .reader import is_within
 from .schema import VERSION, record_fault
 from .timing import Timing
 from .trial import Check
+
+SHOWN = "harness tables {0} and harness report {0} show them"  # of a run that ended early and cannot be resumed
 
 
 class RecordFile:
@@ -31,10 +35,16 @@ class RecordFile:
     earlier file of the name as it was. One that ends before its first record leaves an earlier FILE.partial too, which
     may be what it resumed. What ended it gets a note that says so. Raises UsageError when the place cannot be written
     to, or what is there is no regular file.
+
+    resumes: records were read to go on from, and none is to be lost. Then FILE.partial and FILE are not written over:
+    they stay beside the new file, as `FILE.before`, unless that has each of their records in the end. use: what is
+    said of the records of a run that ended early, with {0} for their file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resumes: bool = False, use: str = "") -> None:
         self.path = path
+        self._resumes, self._use = resumes, use
+        self._aside: Path | None = None
         # Before anything is opened: a pipe would wait for a reader, and the end would replace a device by a file.
         for place in (path, path.with_name(path.name + ".partial") if path.name else path):
             check_place(path, place)
@@ -56,10 +66,39 @@ class RecordFile:
         self._file.flush()
 
     def _begin(self) -> None:
-        """Before the first record: what an earlier run left is not needed any more."""
-        if self._is_empty:
-            self._file.truncate(0)
-            self._is_empty = False
+        """Before the first record: what an earlier run left gives way."""
+        if not self._is_empty:
+            return
+        if self._resumes and self.partial.stat().st_size:
+            self._file.close()
+            self._aside = self._set_aside(self.partial)
+            self._file = self.partial.open("a", encoding="utf-8")
+        self._file.truncate(0)
+        self._is_empty = False
+
+    def _set_aside(self, place: Path) -> Path:
+        """Moves a file to the first name of FILE.before, FILE.before2, … that is free."""
+        aside = next(
+            one
+            for number in count(1)
+            if not os.path.lexists(one := self.path.with_name(f"{self.path.name}.before{number if number > 1 else ''}"))
+        )
+        os.replace(place, aside)
+        return aside
+
+    def _finish(self) -> None:
+        """Gives the file its name; of what it resumed only that goes which has no record besides."""
+        if self._aside is not None:
+            self._drop(self._aside)
+        if self._resumes and self.path.exists() and self.path.stat().st_size:
+            self._drop(self._set_aside(self.path))
+        os.replace(self.partial, self.path)
+
+    def _drop(self, aside: Path) -> None:
+        if is_within(aside, self.partial):
+            aside.unlink()
+        else:
+            complain(f"{self.path} does not have all records that there were: the earlier file is kept as {aside}")
 
     def __enter__(self) -> RecordFile:
         return self
@@ -71,9 +110,11 @@ class RecordFile:
             self._begin()
         self._file.close()
         if error is None:
-            os.replace(self.partial, self.path)
+            self._finish()
         elif not self._is_empty:
-            error.add_note(f"the records so far are in {self.partial}")
+            use = self._use and f"; {self._use.format(self.partial)}"
+            before = "" if self._aside is None else f"; those from before are in {self._aside}"
+            error.add_note(f"the records so far are in {self.partial}{use}{before}")
         elif self.partial.stat().st_size:
             error.add_note(f"{self.partial} is as it was")
         else:

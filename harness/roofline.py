@@ -24,8 +24,9 @@ from .environment import INTERPRET, Environment
 from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, Worker
 from .kernel_times import KernelTimes, kernel_times, launches_of
+from .picture_file import check_picture, write_picture
 from .reader import Record
-from .records import RecordFile, check_place
+from .records import SHOWN, RecordFile
 from .roofline_records import Findings, roofline_record
 from .roofline_tables import roofline_tables
 from .rows import time_passed
@@ -85,20 +86,22 @@ def roofline(
     if request.picture is not None:
         if not here.has_gpu:
             raise UsageError("--picture draws the rates that kernels achieve, which takes a GPU")
-        check_place(request.picture, request.picture, "--picture")
+        check_picture(request.picture)
     opening = Session.open(request, here, open_port) if here.has_gpu else _without_card(request, here, open_port)
     with opening as session:
         if not session.ports:
             return NOTHING_RAN
         this = Roofline(request, session, closed="" if request.counters else "they were not asked for")
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with RecordFile(request.json, use=SHOWN) if request.json else nullcontext() as file:
             this.file = file
             try:
                 _run(this)
             finally:
                 print_tables(roofline_tables(this.records, session.missing), request.form)
         if request.picture is not None:
-            _draw(this.records, request.picture)
+            from .report.roofline_chart import standalone
+
+            write_picture(request.picture, standalone(this.records))
     if not here.has_gpu:
         return NOTHING_RAN if all_asked and session.missing else OK
     return status_of(session, this.checks, all_asked=all_asked)
@@ -214,12 +217,3 @@ def _counted(this: Roofline, caller: Caller, name: str, case: Case, directions: 
     if counted.reason in (NO_NCU, FORBIDDEN):
         this.closed = counted.reason
     return counted
-
-
-def _draw(records: list[Record], path: Path) -> None:
-    from .report.roofline_chart import standalone
-
-    try:
-        path.write_text(standalone(records), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--picture {path} cannot be written: {error.strerror}") from error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
+from typing import ClassVar
 
 import torch
 
@@ -33,19 +33,24 @@ from .trial import Check
 class RunRequest(Request):
     """The options of the command."""
 
+    kinds: ClassVar[tuple[str, ...]] = ("check",)
     rounds: int = timing.ROUNDS
     timed: bool = True
 
 
 @dataclass
 class Result:
-    """One cell's worth: a check and, where it passed on a GPU, a timing and what it was timed against."""
+    """One cell's worth: a check and, where it passed on a GPU, a timing and what it was timed against.
+
+    record: what an earlier run has written of it, where nothing was added since.
+    """
 
     case: Case
     check: Check
     timing: Timing | None = None
     baseline: Check | None = None
     untimed: str = ""
+    record: Record | None = None
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Run:
         if self.records is None or id(result) in self._written:
             return
         self._written.add(id(result))
-        record = check_record(
+        record = result.record or check_record(
             result.check,
             sources=self.session.ports[result.check.port],
             **self.session.about(result.case),
@@ -91,7 +96,7 @@ def run(request: RunRequest, here: Environment, open_port: Callable[[str], Port]
     with Session.open(request, here, open_port) as session:
         if not session.ports:
             return NOTHING_RAN
-        with RecordFile(request.json) if request.json else nullcontext() as records:
+        with session.record_file() as records:
             this = Run(request, session, records)
             compile_ahead(session)
             _run(this)
@@ -157,7 +162,7 @@ def _result_of(case: Case, record: Record) -> Result:
     for b in record["baselines"]:
         about = (check.problem, check.direction, check.target, None, check.switches)
         beside = Check(b["port"], *about, b["verdict"], reason=b["reason"])
-    return Result(case, check, timing_of(record), beside, record["untimed"])
+    return Result(case, check, timing_of(record), beside, record["untimed"], record)
 
 
 def _time_all(this: Run) -> None:
@@ -177,6 +182,7 @@ def _time_all(this: Run) -> None:
             row = this.session.time(caller, [*ports, *rivals], case, check.direction, rounds)
             for result in results:
                 result.timing, result.untimed = row.of(result.check.port), row.untimed(result.check.port)
+                result.record = None
                 this.write(result)
 
 

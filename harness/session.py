@@ -6,13 +6,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,11 +26,11 @@ from .compilers import PACKAGES
 from .environment import Environment, core_count
 from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
-from .names import own_name
+from .names import own_name, variant_of
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance
 from .reader import Record, resumed_records
-from .records import problem_fields
+from .records import RecordFile, problem_fields
 from .suites import Case, Suite, load_suite
 from .trial import Check, Verdict
 
@@ -51,8 +51,12 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True)
 class Request:
-    """The options that these commands share. limit_s: seconds that one check or one row of timings may take."""
+    """The options that these commands share. limit_s: seconds that one check or one row of timings may take.
 
+    kinds: of the records that the command writes, as far as it can resume them.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ("check", "disagreement")
     impls: tuple[str, ...]
     suite: str = "quick"
     directions: Directions = Directions.BOTH
@@ -70,6 +74,10 @@ class Request:
     def each(self) -> tuple[Direction, ...]:
         """The directions asked for."""
         return EACH[self.directions]
+
+    def asks_for(self, variant: str, direction: str) -> bool:
+        """Whether the command has contestants of that variant, by `harness.names`, in that direction."""
+        return not variant and direction in self.each
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -124,12 +132,13 @@ class Session:
             suite = suite.without(request.skip)
         session = cls(request, here, suite, target, others=tuple(others), open_port=open_port, variables=variables)
         if request.resume is not None:
-            session._earlier, note = resumed_records(request.resume, ("check", "disagreement", "build"))
+            session._earlier, note = resumed_records(request.resume)
             if note:
                 complain(note)
         session.callers = session._make_callers()
         try:
             session._open_ports(launches)
+            session._keep_what_fits()
             yield session
         finally:
             for caller in session.callers:
@@ -223,28 +232,75 @@ class Session:
             return jobs.TimedRow(lost=f"it {lost}")
         return row
 
+    def record_file(self) -> AbstractContextManager[RecordFile | None]:
+        """Where the records of the request go, if it names a file."""
+        if self.request.json is None:
+            return nullcontext()
+        return RecordFile(self.request.json, resumes=self.request.resume is not None)
+
     def earlier(self, case: Case) -> list[Record]:
         """The records of the case in the file to resume, as far as they are of these ports, this card and these
         packages, made of the sources that are here."""
-        return [record for record in self._earlier if record["kind"] != "build" and self._is_ours(record, case)]
+        return [record for record in self._earlier if record["kind"] != "build" and self._is_of(record, case)]
 
     def earlier_builds(self, problem: Problem) -> list[Record]:
         """The builds of a problem in the file to resume, of the sources that are here by this version of their
         compiler. On which machine that was makes no difference to what a compiler writes."""
+        wanted = problem_fields(problem)
+        return [record for record in self._earlier if record["kind"] == "build" and record["problem"] == wanted]
 
-        def is_ours(record: Record) -> bool:
-            own = own_name(record["port"])
-            compilers = [facts["packages"].get(PACKAGES.get(own)) for facts in (record["provenance"], self.facts)]
-            return (
-                record["problem"] == problem_fields(problem)
-                and record["target"] == {"name": self.target.name, "sm": self.target.sm}
-                and compilers[0] == compilers[1]
-                and record["sources"] == self.ports.get(own) is not None
+    def _keep_what_fits(self) -> None:
+        """Keeps of the records to resume those that this run can use, and says why not the others.
+
+        Raises UsageError when there are some and none is of use: the run would replace them all by its own.
+        """
+        if not self.ports:
+            return
+        misfits = [self._misfit(record) for record in self._earlier]
+        kept = [record for record, misfit in zip(self._earlier, misfits, strict=True) if not misfit]
+        reasons = Counter(misfit for misfit in misfits if misfit).most_common()
+        if not reasons:
+            return
+        of, why = f"records of {self.request.resume}", ", ".join(f"{number} {reason}" for reason, number in reasons)
+        if not kept:
+            raise UsageError(
+                f"none of the {len(misfits)} {of} fits this run ({why}): leave --resume out, with a new file for --json"
             )
+        complain(f"{len(kept)} of {len(misfits)} {of} fit this run; the others do not: {why}")
+        self._earlier = kept
 
-        return [record for record in self._earlier if record["kind"] == "build" and is_ours(record)]
+    def _misfit(self, record: Record) -> str:
+        """Why this run has no use for a record; empty for one that it can go on from."""
+        if record["kind"] not in self.request.kinds:
+            return "of another command"
+        names = record["ports"] if record["kind"] == "disagreement" else [record["port"]]
+        hashes = record["sources"] if record["kind"] == "disagreement" else {record["port"]: record["sources"]}
+        packages = [facts["packages"] for facts in (record["provenance"], self.facts)]
+        cases: Iterable[Case] = self.suite.cases
+        if not all(self.request.asks_for(variant_of(name), record["direction"]) for name in names):
+            return "of another command or direction"
+        if not all(own_name(name) in self.ports for name in names):
+            return "of other ports"
+        if record["kind"] == "build":
+            compilers = [PACKAGES.get(own_name(name)) for name in names]
+            packages = [{name: versions.get(name) for name in compilers} for versions in packages]
+            is_of_a_case = any(record["problem"] == problem_fields(case.problem) for case in cases)
+        else:
+            if any(record["provenance"][key] != self.facts[key] for key in ("device", "card", "interpreted")):
+                return "from another card"
+            if any(record["provenance"][key] != self.facts[key] for key in ("driver", "cuda")):
+                return "with another driver or CUDA"
+            is_of_a_case = any(self._is_of(record, case) for case in cases)
+        if packages[0] != packages[1]:
+            return "with other packages"
+        if not all(hashes[name] == self.ports[own_name(name)] is not None for name in names):
+            return "of other sources"
+        if record["target"] not in [{"name": target.name, "sm": target.sm} for target in self.targets]:
+            return "for another target"
+        return "" if is_of_a_case else "of other problems, inputs or another seed"
 
-    def _is_ours(self, record: Record, case: Case) -> bool:
+    def _is_of(self, record: Record, case: Case) -> bool:
+        """Whether a check or a disagreement is of that case, with the inputs that it has in this run."""
         about = {
             "suite": self.suite.name,
             "case": case.id,
@@ -252,15 +308,7 @@ class Session:
             "inputs": asdict(case.inputs),
             "seed": self.request.seed,
         }
-        made_by = ("device", "card", "driver", "cuda", "packages", "interpreted")
-        names = record["ports"] if record["kind"] == "disagreement" else [record["port"]]
-        hashes = record["sources"] if record["kind"] == "disagreement" else {record["port"]: record["sources"]}
-        return (
-            all(record[key] == value for key, value in about.items())
-            and record["target"] in [{"name": target.name, "sm": target.sm} for target in self.targets]
-            and all(record["provenance"][key] == self.facts[key] for key in made_by)
-            and all(hashes[name] == self.ports.get(own_name(name)) is not None for name in names)
-        )
+        return all(record[key] == value for key, value in about.items())
 
     def for_each_case(self, what: str, function: Callable[[Caller, Case], Outcome]) -> Iterator[tuple[Case, Outcome]]:
         """What the function gives for each case of the suite, in the suite's order, with a progress bar."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -22,9 +21,9 @@ from .baselines.protocol import flops_of
 from .candidates import Space, Stage, check_fields, narrowed, refusals, space_of
 from .environment import INTERPRET, Environment
 from .errors import UsageError, complain
-from .heat_picture import write_picture
+from .heat_picture import heat_picture
 from .isolation import Lost
-from .records import RecordFile, check_place
+from .picture_file import check_picture, write_picture
 from .session import FAILED, NOTHING_RAN, OK, Session
 from .suites import Case, Suite, load_suite
 from .sweep_stage import Sweeping, SweepRequest, builders, run_stage
@@ -72,7 +71,7 @@ def sweep(
     if request.autotune:
         _check_autotune(request, here)
     if request.picture is not None:
-        check_place(request.picture, request.picture, "--picture")
+        check_picture(request.picture)
     suite = load_suite(request.suite, small=False)
     variables = {} if here.has_gpu else {INTERPRET: "0"}
     with (
@@ -85,7 +84,7 @@ def sweep(
         spaces = _spaces(session, request)
         this = Sweeping(request, session, workers, begin + 60 * request.minutes)
         swept: list[Swept] = []
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with session.record_file() as file:
             this.file = file
             try:
                 for case, own, direction in product(session.suite.cases, session.ports, request.each):
@@ -95,7 +94,8 @@ def sweep(
                 notes = [*left, f"{time.monotonic() - begin:.1f} s in all."]
                 print_tables([_closing(this, swept, notes)], request.form)
                 if request.picture is not None:
-                    write_picture(request.picture, [stage for one in swept for stage in one.stages], _where(session))
+                    stages = [stage for one in swept for stage in one.stages]
+                    write_picture(request.picture, f"{heat_picture(stages, _where(session))}\n")
         if request.write:
             _write(swept)
     return _status(this, swept, all_asked)

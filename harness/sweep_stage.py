@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common import Build, Direction, Grid, Problem, Tile
 
@@ -44,6 +44,7 @@ class SweepRequest(Request):
     drawn. autotune: also tell what `@triton.autotune` costs.
     """
 
+    kinds: ClassVar[tuple[str, ...]] = ("check", "build")
     suite: str = "fa2"
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rounds: int = timing.ROUNDS
@@ -52,6 +53,10 @@ class SweepRequest(Request):
     write: bool = False
     picture: Path | None = None
     autotune: bool = False
+
+    def asks_for(self, variant: str, direction: str) -> bool:
+        """Whether that is a candidate, in a direction asked for."""
+        return variant.startswith(f"{direction} ") and direction in self.each
 
 
 @dataclass

@@ -161,9 +161,10 @@ def test_it_goes_on_from_the_records_of_an_interrupted_run(
     assert rest.read_text().splitlines(keepends=True)[:2] == lines[:2]
     assert capsys.readouterr().out.count("\n") == before.count("\n")
     # Another seed makes other inputs: nothing of it can be kept.
-    checked.clear()
-    assert bench(request("triton", resume=whole, seed=1, **asked), CPU, ports()) == 0
-    assert len(set(checked)) == 3
+    text = whole.read_text()
+    with pytest.raises(UsageError, match=r"none of the 3 .* \(3 of other problems, inputs or another seed\)"):
+        bench(request("triton", json=whole, resume=whole, seed=1, **asked), CPU, ports())
+    assert whole.read_text() == text
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

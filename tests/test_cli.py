@@ -344,6 +344,54 @@ def test_a_run_goes_on_from_records(
     assert again.read_text() == whole.read_text()
 
 
+def test_records_that_do_not_fit_are_told_and_never_lost(
+    fake_port: FakePort, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, before = tmp_path / "x.jsonl", tmp_path / "x.jsonl.before"
+    assert run(request(json=path), CPU) == 0
+    ours = [json.loads(line) for line in path.read_text().splitlines()]
+    provenance = ours[0]["provenance"]
+    foreign = {
+        "from another card": {"provenance": provenance | {"device": "cuda", "card": "NVIDIA H200"}},
+        "with another driver or CUDA": {"provenance": provenance | {"driver": "1"}},
+        "with other packages": {"provenance": provenance | {"packages": {}}},
+        "of other sources": {"sources": "0" * 64},
+        "for another target": {"target": {"name": "hopper", "sm": "sm_90a"}},
+        "of other ports": {"port": "cute"},
+        "of another command or direction": {"port": "triton#skip"},
+        "of other problems, inputs or another seed": {"seed": 1},
+    }
+    capsys.readouterr()
+    for why, change in foreign.items():
+        text = "".join(json.dumps(record | change) + "\n" for record in ours)
+        path.write_text(text)
+        with pytest.raises(UsageError, match=rf"^none of the 2 records of .* fits this run \(2 {why}\)"):
+            run(request(json=path, resume=path), CPU)
+        assert [one.read_text() for one in tmp_path.iterdir()] == [text]
+
+    # Those that fit are carried over as they are, with their date; the others stay in the file beside.
+    ours = [record | {"provenance": provenance | {"date": "2020-02-02T02:02:02Z"}} for record in ours]
+    records = [*ours, *(record | foreign["from another card"] for record in ours)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run(request(json=path, resume=path), CPU) == 0
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ours
+    assert [json.loads(line) for line in before.read_text().splitlines()] == records
+    assert capsys.readouterr().err.splitlines() == [
+        f"harness: 2 of 4 records of {path} fit this run; the others do not: 2 from another card",
+        f"harness: {path} does not have all records that there were: the earlier file is kept as {before}",
+    ]
+
+
+@pytest.mark.parametrize("command", ["run --impl reference", "trace", "model", "fuzz --impl reference", "roofline"])
+def test_a_seed_that_no_generator_takes_is_wrong_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("-1", str(2**63), "9" * 23):
+        with pytest.raises(SystemExit) as stop:
+            main([*command.split(), "--seed", seed])
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out, err.count("\n")) == (2, "", 1)
+        assert "--seed" in err
+
+
 def test_what_failed_its_check_is_not_timed(
     fake_port: FakePort, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

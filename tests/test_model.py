@@ -277,7 +277,12 @@ def state(config: GPT2Config = TINY) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in made.state_dict().items()}
 
 
-def saved(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
+def state_names() -> list[str]:
+    with torch.device("meta"):
+        return list(GPT2(TINY, "naive").state_dict())
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor], config: Any = None) -> Path:
     save_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_file
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"n_head": 2} if config is None else config))
@@ -303,7 +308,7 @@ def test_a_command_with_weights_names_them_and_keeps_to_their_context(book: Path
     folder = saved(tmp_path, state())
     status, records = run(book, weights=folder, context=8, tokens=16)
     assert status == 0
-    assert records[0]["weights"]["source"] == "model.safetensors"
+    assert records[0]["weights"]["source"] == f"{tmp_path.name}/model.safetensors"
     assert records[0]["problem"]["len_q"] == 8
     with pytest.raises(UsageError, match=r"--context 32: .* has embeddings for 16 positions"):
         run(book, weights=folder, context=32)
@@ -318,6 +323,13 @@ def test_a_command_with_weights_names_them_and_keeps_to_their_context(book: Path
         ({"transformer.h.0.attn.q_norm.weight": torch.zeros(3)}, "it has transformer.h.0.attn.q_norm.weight"),
         ({"config": {"activation_function": "relu"}}, "activation_function must be gelu_new, got relu"),
         ({"config": {"n_head": 5}}, "does not go into 5 heads"),
+        ({"config": {"n_head": "2"}}, "does not go into 2 heads"),
+        ({"config": {}}, "a width of 32 does not go into heads of 64"),
+        ({"config": []}, "config.json is no configuration"),
+        ({"config": {"model_type": "llama", "n_head": 2}}, "model_type must be gpt2, got llama"),
+        ({"transformer.wpe.weight": torch.zeros(0, 32)}, r"wpe.weight is \(0, 32\), without an element"),
+        ({"transformer.h.0.ln_1.bias": torch.zeros(32, dtype=torch.int32)}, "ln_1.bias is of I32, no floating point"),
+        ({name: None for name in state_names() if ".h." in name}, "it has no layers"),
         ({"head": torch.zeros(50257, 32)}, "is not the embedding of tokens"),
     ],
 )
@@ -329,6 +341,13 @@ def test_weights_that_are_none_of_gpt2_are_refused(change: dict[str, Any], words
     folder = saved(tmp_path, tensors, config)
     with pytest.raises(UsageError, match=words):
         Checkpoint.open(folder).load(GPT2(TINY, "naive"))
+
+
+def test_heads_that_are_assumed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path, state(replace(TINY, width=128)), {})
+    assert Checkpoint.open(folder).config.heads == 2
+    told = f"harness: no n_head beside {folder / 'model.safetensors'}: 2 heads of 64 are assumed\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

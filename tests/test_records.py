@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from harness.cli_options import records_file
 from harness.errors import UsageError
 from harness.published import RESULTS
 from harness.reader import read_records, resumed_records, upgraded
-from harness.records import RecordFile
+from harness.records import SHOWN, RecordFile
 from harness.schema import ANNOTATIONS, KEYWORDS, VERSION, fault, record_fault, record_schema
 
 Record = dict[str, Any]
@@ -208,18 +209,15 @@ def test_what_an_interrupted_run_left_is_read_without_its_unfinished_line(tmp_pa
         ("–".encode()[:2], 2, note),
     ):
         path.write_bytes(2 * line + last)
-        records, said = resumed_records(path, ("check",))
+        records, said = resumed_records(path)
         assert (len(records), said) == (count, told)
     path.write_bytes(line[:100])
-    assert resumed_records(path, ("check",)) == ([], note)
+    assert resumed_records(path) == ([], note)
     path.write_bytes(b"")
-    assert resumed_records(path, ("check",)) == ([], f"{path} is empty: everything is done anew")
+    assert resumed_records(path) == ([], f"{path} is empty: everything is done anew")
     path.write_bytes(line[:100] + b"\n" + line)
     with pytest.raises(UsageError, match="line 1 is no JSON"):
-        resumed_records(path, ("check",))
-    path.write_bytes(line)
-    with pytest.raises(UsageError, match="holds no records of kind doctor"):
-        resumed_records(path, ("doctor",))
+        resumed_records(path)
 
 
 def test_what_is_not_there_is_told_with_the_interrupted_file_beside_it(tmp_path: Path) -> None:
@@ -228,7 +226,66 @@ def test_what_is_not_there_is_told_with_the_interrupted_file_beside_it(tmp_path:
         read_records(path, ("check",))
     partial = written(tmp_path / "x.jsonl.partial", current())
     with pytest.raises(UsageError, match=f"{re.escape(str(partial))} is there, of a run that ended early$"):
-        resumed_records(path, ("check",))
+        resumed_records(path)
+
+
+def test_a_run_that_resumes_replaces_no_file_whose_records_it_does_not_all_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, partial, before = (tmp_path / f"x.jsonl{end}" for end in ("", ".partial", ".before"))
+    one, two, three = (current() | {"seed": seed} for seed in (1, 2, 3))
+
+    def resume(*records: Record) -> str:
+        with RecordFile(path, resumes=True) as file:
+            for record in records:
+                file.write(record)
+        assert not partial.exists()
+        assert read_records(path, ("check",)) == list(records)
+        return capsys.readouterr().err
+
+    for place in (path, partial):
+        written(place, one, two)
+        assert resume(three, two, one) == ""
+        assert sorted(tmp_path.iterdir()) == [path]
+        path.unlink()
+    written(partial, one, two)
+    told = f"harness: {path} does not have all records that there were: the earlier file is kept as {before}\n"
+    assert resume(one, three) == told
+    assert read_records(before, ("check",)) == [one, two]
+    assert resume(two, three) == told.replace("before\n", "before2\n")
+    assert read_records(tmp_path / "x.jsonl.before2", ("check",)) == [one, three]
+    # A check that had no timing yet, and was done again with one.
+    untimed = {"samples": None, "host_us": None, "untimed": "", "provenance": one["provenance"] | {"date": None}}
+    for change, kept in (({}, False), ({"verdict": "fail"}, True)):
+        for place in tmp_path.iterdir():
+            place.unlink()
+        written(partial, one | untimed | change)
+        assert resume(one) == (told if kept else "")
+        assert before.exists() == kept
+    written(tmp_path / "x.jsonl.before2")
+    path.write_text("no records, and no end of a line")
+    assert "before3" in resume(one)
+
+    # One that is interrupted in its turn leaves both.
+    written(partial, one, two)
+    file = RecordFile(path, resumes=True)
+    file.write(one)
+    with pytest.raises(KeyboardInterrupt) as stop, file:
+        raise KeyboardInterrupt
+    left = tmp_path / "x.jsonl.before4"
+    assert stop.value.__notes__ == [f"the records so far are in {partial}; those from before are in {left}"]
+    assert read_records(left, ("check",)) == [one, two]
+    assert records_file(None, left) == records_file(None, partial) == path
+
+
+def test_what_cannot_be_resumed_says_what_its_records_are_good_for(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path / "x.jsonl", use=SHOWN)
+    file.write(current())
+    with pytest.raises(KeyboardInterrupt) as stop, file:
+        raise KeyboardInterrupt
+    left = tmp_path / "x.jsonl.partial"
+    told = f"the records so far are in {left}; harness tables {left} and harness report {left} show them"
+    assert stop.value.__notes__ == [told]
 
 
 def test_a_file_that_ends_early_says_what_is_left_of_it(tmp_path: Path) -> None:

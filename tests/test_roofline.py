@@ -414,8 +414,13 @@ def test_wrong_usage_is_one_line(
 
 @pytest.mark.usefixtures("card")
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--picture .* it is a directory"):
-        roofline.roofline(request(picture=tmp_path), HERE, open_port())
+    for path, words in (
+        (tmp_path, "it is a directory"),
+        (tmp_path / "none" / "x.svg", "there is no folder .*none$"),
+        (tmp_path / "x.png", r"its name must end in \.svg, got "),
+    ):
+        with pytest.raises(UsageError, match=f"--picture .*{words}"):
+            roofline.roofline(request(picture=path), HERE, open_port())
 
 
 @pytest.fixture

@@ -500,6 +500,8 @@ def built_first(records: list[dict]) -> str:
         (["--impl", "tilelang", "--autotune"], "the tilelang port has no kernels that it could wrap"),
         (["--autotune"], "--autotune times kernels, which takes a GPU"),
         (["--picture", "/dev/null"], "--picture /dev/null cannot be written: it is a device"),
+        (["--picture", "/nodir/x.svg"], "--picture /nodir/x.svg cannot be written: there is no folder /nodir"),
+        (["--picture", "x.png"], "--picture draws an SVG file: its name must end in .svg, got x.png"),
         (["--resume", "/nowhere/x.jsonl"], "/nowhere/x.jsonl cannot be read"),
     ],
 )
