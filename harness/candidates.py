@@ -150,6 +150,11 @@ class Stage:
     build_s: float = 0.0
     notes: list[str] = field(default_factory=list)
 
+    def named(self, values: Mapping[str, tuple[int, ...]]) -> list[Candidate]:
+        """The candidates that have these values in the fields of the grid; none where it has none of the fields."""
+        asked = {name: own for name, own in values.items() if name in self.grid.values}
+        return [one for one in self.candidates if asked and all(one.tile.entry.get(n, 0) in asked[n] for n in asked)]
+
     @property
     def compile_s(self) -> float:
         """Seconds that the compilers took for all of it, cores side by side counted each."""

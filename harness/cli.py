@@ -73,15 +73,17 @@ def tables_command(
     A text quotes files of harness/results between <!-- records: FILE… --> and <!-- /records -->, or, how the ports
     compare on a ladder, between <!-- ladder: FILE… --> and <!-- /ladder -->.
 
-    Exit status: 0 all good, 2 wrong usage.
+    Of a sweep without a GPU, as of compile, the kernels that were built are told. A file that has nothing for a table
+    is told and left out.
+
+    Exit status: 0 all good, 2 wrong usage, or no file has anything.
 
     \b
     Examples:
       harness tables walkthrough.jsonl --format markdown
       harness tables --write README.md
     """
-    from .published import KINDS, record_tables, write_tables
-    from .reader import read_records
+    from .published import read_tabled, record_tables, write_tables
     from .tables import print_tables
 
     if (write is None) == (not files):
@@ -89,11 +91,7 @@ def tables_command(
     if write is not None:
         print(f"{write}: {'written' if write_tables(write) else 'as it was'}")
         return
-    records = [record for path in files or () for record in read_records(path, KINDS)]
-    tables = record_tables(records)
-    if not tables:
-        raise UsageError("no record there holds a timing: these come from a GPU")
-    print_tables(tables, form)
+    print_tables(record_tables(read_tabled(files or ())), form)
 
 
 @app.command("report", short_help="Records as one HTML page.")
@@ -105,10 +103,11 @@ def report_command(
 ) -> None:
     """Write one HTML page of records: verdicts, bars of TFLOP/s, time and memory against N, losses, and all the tables.
 
-    It takes what --json of run, bench, matrix, memory, roofline and model has written. The page loads nothing: it can
-    be mailed, and opens from disk. Its filters are kept in its address, so that a link shows the same view.
+    It takes what --json of run, bench, matrix, memory, roofline and model has written; a file that has none of it is
+    told and left out. The page loads nothing: it can be mailed, and opens from disk. Its filters are kept in its
+    address, so that a link shows the same view.
 
-    Exit status: 0 all good, 2 wrong usage.
+    Exit status: 0 all good, 2 wrong usage, or no file has anything.
 
     \b
     Examples:

@@ -109,7 +109,8 @@ def ladder_command(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="A suite as of the other commands; default, the longest problems of walkthrough.",
+            help="A suite as of the other commands; default walkthrough, and of it the longest problems unless --only "
+            "is given.",
             show_default=False,
         ),
     ] = None,

@@ -36,7 +36,10 @@ def model_command(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Tokens of an evaluation; default 65536, without a GPU 512.", show_default=False
+            min=1,
+            metavar="N",
+            help="Tokens of an evaluation; default, whole batches of 65536, without a GPU 512.",
+            show_default=False,
         ),
     ] = None,
     batch: Annotated[

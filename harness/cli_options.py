@@ -35,6 +35,15 @@ app = typer.Typer(
 )
 
 
+def directions(text: str) -> Directions:
+    """The directions of a comma-separated list. Raises UsageError for what is none."""
+    given = names(text)
+    for name in given:
+        if name not in [*Directions]:
+            raise UsageError(one_of("--direction", Directions, name))
+    return Directions(given[0]) if len(given) == 1 else Directions.BOTH
+
+
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON lines to FILE.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print the tables.")]
 TARGET_HELP = "Whose code path: native, or a target's whose code runs here. Ada's runs on every later card."
@@ -42,7 +51,9 @@ ImplOption = Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="The por
 SuiteOption = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="quick, walkthrough, long, fa2, hard, or the path of a .yaml file.")
 ]
-DirectionOption = Annotated[Directions, typer.Option(help="Which direction.")]
+DirectionOption = Annotated[
+    Directions, typer.Option(parser=directions, metavar="NAME[,NAME…]", help="forward, backward, or both.")
+]
 TargetOption = Annotated[str, typer.Option(metavar="NAME", help=TARGET_HELP)]
 OnlyOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")]
 SkipOption = Annotated[str | None, typer.Option(metavar="TEXT", help="No cases with TEXT in name or id.")]
@@ -64,7 +75,10 @@ IsolateOption = Annotated[
     typer.Option("--isolate/--no-isolate", help="Launch kernels in a process apart, or in this one, for debuggers."),
 ]
 SpansOption = Annotated[
-    str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward, both: both is one launch of the two.")
+    str,
+    typer.Option(
+        metavar="NAME[,NAME…]", help="forward, backward, both: here both is something by itself, one launch of the two."
+    ),
 ]
 BASELINE_HELP = "sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all."
 BaselineOption = Annotated[str | None, typer.Option(metavar="NAME[,NAME…]", help=BASELINE_HELP, show_default=False)]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .cli_options import (
+    DirectionOption,
     FormatOption,
     IsolateOption,
     JsonOption,
@@ -24,8 +25,7 @@ from .cli_options import (
     piped,
     prepare,
 )
-from .errors import UsageError, one_of
-from .options import LIMIT_S, Format
+from .options import LIMIT_S, Directions, Format
 
 
 @app.command("roofline", short_help="Where each kernel stands under what the card can do.")
@@ -35,13 +35,14 @@ def roofline_command(
         typer.Option(metavar="NAME[,NAME…]", help="The ports; default, all that have kernels.", show_default=False),
     ] = None,
     suite: SuiteOption = "walkthrough",
-    direction: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="forward, backward.")] = "forward,backward",
+    direction: DirectionOption = Directions.BOTH,
     target: TargetOption = "native",
     counters: Annotated[
         bool, typer.Option("--counters/--no-counters", help="Ask ncu for counters, where it may read them.")
     ] = True,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Also draw the rooflines.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Also draw the rooflines, which takes a GPU.", show_default=False),
     ] = None,
     only: OnlyOption = None,
     skip: SkipOption = None,
@@ -67,17 +68,12 @@ def roofline_command(
       harness roofline --impl triton,cute --target ada --direction forward
     """
     here = prepare()
-    from .baselines.protocol import SPANS
     from .roofline import RooflineRequest, roofline
 
-    for name in names(direction):
-        if name not in SPANS["both"]:
-            raise UsageError(one_of("--direction", SPANS["both"], name))
     request = RooflineRequest(
         impls=kernel_ports() if impl is None else names(impl),
         suite=suite,
-        # The backward starts from the forward's outputs, so that it comes second.
-        asked=tuple(one for one in SPANS["both"] if one in names(direction)),
+        directions=direction,
         target=target,
         counters=counters,
         picture=picture,

@@ -44,7 +44,8 @@ def sweep_command(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="A suite as of the other commands; default, the problems of fa2 with N = 4096.",
+            help="A suite as of the other commands; default fa2, and of it the problems with N = 4096 unless --only is "
+            "given.",
             show_default=False,
         ),
     ] = None,
@@ -102,10 +103,10 @@ def sweep_command(
     fields = {"block_m": block_m, "block_n": block_n, "warps": warps, "stages": stages}
     values = {name: _values(name, text) for name, text in fields.items() if text is not None}
     for text in extra or ():
-        name, sign, numbers = text.partition("=")
-        if not sign or name in fields:
+        name, sign, numbers = (part.strip() for part in text.partition("="))
+        if not (name and sign) or name in fields:
             raise UsageError(f"--extra takes NAME=N[,N…] of what is no option of its own, got {text!r}")
-        values[name.strip()] = _values(f"extra {name.strip()}", numbers, least=0)
+        values[name] = _values(f"extra {name}", numbers, least=0)
     here = prepare()
     from .sweep import sweep
     from .sweep_stage import SweepRequest

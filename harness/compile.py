@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -17,13 +17,15 @@ from common import Build, Direction, Port, Problem, Target
 from common.target import TARGETS
 
 from . import jobs
-from .compilers import compiler_by
+from .compilers import PACKAGES, compiler_by
 from .environment import CPU, INTERPRET, core_count
 from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, Worker
+from .names import own_name, tiles_of, variant_of
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance
-from .records import RecordFile, problem_fields, tile_fields
+from .reader import Record
+from .records import RecordFile, problem_fields, problem_of, tile_fields, tile_of
 from .schema import VERSION
 from .session import EACH, FAILED, NOTHING_RAN, OK, WORKERS_MOST, in_order, progress
 from .spills import PATH, SLACK, Built, Spills
@@ -58,7 +60,7 @@ class CompileRequest:
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to build: the kernels of a direction."""
+    """One thing to build: the kernels of a direction. port: its name, or that of a candidate of a sweep."""
 
     port: str
     target: Target
@@ -207,23 +209,11 @@ def compile_tables(this: Compiling) -> list[Table]:
     """A table for each port: a row for each kernel, in the order of targets and directions."""
     tables = []
     for port in this.sources:
-        table = Table(
-            f"{port}, built by {this.compilers[port]}",
-            (
-                *("target", "D", "mask", "kernel", "tile", "shared B", "of", "registers", "spills B", "before"),
-                *("instructions", "s", "verdict"),
-            ),
-            labels=5,
-        )
-        for row in (row for row in this.rows if row.item.port == port):
-            table.add(*_cells(row))
-        table.notes.append(
-            "shared B: of a block, beside what the target gives. registers and spills B: a thread. s: seconds of the "
-            "compiler, in brackets where its cache had the kernel."
-        )
-        if any(row.build is not None and row.before is None for row in this.rows if row.item.port == port):
+        rows = [row for row in this.rows if row.item.port == port]
+        table = _table(f"{port}, built by {this.compilers[port]}", rows)
+        if any(row.build is not None and row.before is None for row in rows):
             table.notes.append("Where before is – nothing is recorded to compare with: harness compile --record.")
-        late = sum(not row.begun for row in this.rows if row.item.port == port)
+        late = sum(not row.begun for row in rows)
         if late:
             table.notes.append(f"{late} were not begun: --minutes gives more than {this.request.minutes:g}.")
         tables.append(table)
@@ -233,12 +223,45 @@ def compile_tables(this: Compiling) -> list[Table]:
     return tables
 
 
+def built_tables(records: Iterable[Record]) -> list[Table]:
+    """The same of the records of builds, with a table for each problem of which candidates of a sweep were built."""
+    found: dict[str, list[Row]] = {}
+    for record in records:
+        name, problem = record["port"], problem_of(record["problem"])
+        package = PACKAGES.get(own_name(name), own_name(name))
+        compiler = f"built by {package} {record['provenance']['packages'].get(package) or 'unknown'}"
+        swept = f"Tiles of {own_name(name)} for {problem.id}, {compiler}"
+        item = Item(name, Target.named(record["target"]["name"]), record["direction"], problem)
+        row = Row(item, record["verdict"], record["reason"], build_of(record), record["spills_before"])
+        found.setdefault(swept if variant_of(name) else f"{name}, {compiler}", []).append(row)
+    return [_table(title, rows) for title, rows in found.items()]
+
+
+def _table(title: str, rows: Iterable[Row]) -> Table:
+    table = Table(
+        title,
+        (
+            *("target", "D", "mask", "kernel", "tile", "shared B", "of", "registers", "spills B", "before"),
+            *("instructions", "s", "verdict"),
+        ),
+        labels=5,
+    )
+    for row in rows:
+        table.add(*_cells(row))
+    table.notes.append(
+        "shared B: of a block, beside what the target gives. registers and spills B: a thread. s: seconds of the "
+        "compiler, in brackets where its cache had the kernel."
+    )
+    return table
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     target, problem, one = row.item.target, row.item.problem, row.build
     about = target.name, str(problem.head_dim), str(problem.mask)
     if one is None:
         reason = row.reason if row.verdict == "unsupported" else f"FAIL: {row.reason}"
-        return *about, row.item.direction, *["–"] * 8, reason
+        tile = tiles_of(row.item.port).get(row.item.direction, "–")
+        return *about, row.item.direction, str(tile), *["–"] * 7, reason
     seconds = f"({one.seconds:.1f})" if one.cached else f"{one.seconds:.1f}"
     before = "–" if row.before is None else str(row.before)
     taken = str(one.shared), str(target.smem_per_block), str(one.registers), str(one.spills), before
@@ -297,3 +320,12 @@ def build_record(row: Row, *, sources: str | None, facts: dict[str, Any]) -> dic
         "sources": sources,
         "provenance": facts,
     }
+
+
+def build_of(record: Record) -> Build | None:
+    """The build that `build_record` was given."""
+    fields = record["build"]
+    if fields is None:
+        return None
+    own = fields | {"tile": tile_of(fields["tile"]), "instructions": tuple(fields["instructions"])}
+    return Build(target=record["target"]["name"], ptx="", **own)

@@ -18,6 +18,7 @@ from . import jobs, timing
 from .ahead import compile_ahead
 from .baselines import SDPA_FLASH
 from .environment import Environment
+from .errors import complain
 from .isolation import Caller
 from .jobs import TimedRow
 from .ladder_tables import ladder_tables
@@ -78,6 +79,10 @@ def ladder(
     with Session.open(request, here, open_port, suite=suite) as session:
         if not session.ports:
             return NOTHING_RAN
+        problems, paths = len(session.suite.cases), len(session.targets)
+        on = f", on {paths} code paths," if paths > 1 else ""
+        of = f"{problems} problem{'s' if problems > 1 else ''}"
+        complain(f"{len(request.variants)} rungs of {', '.join(session.ports)}{on} × {of}")
         with session.record_file() as file:
             _run(session, request, records, file)
     print_closing(session)

@@ -146,11 +146,14 @@ def _plan(request: ModelRequest, here: Environment) -> tuple[Plan, Text]:
     if request.mode == "train":
         batches = drawn(text, request.steps or sizes.steps, batch, context, request.seed)
     else:
-        batches = windows(text, _whole_batches(request.tokens or sizes.tokens, batch * context), batch, context)
+        batches = windows(text, _whole_batches(request.tokens, sizes.tokens, batch * context), batch, context)
     return Plan(request.mode, config, checkpoint, request.seed, batches, here.device), text
 
 
-def _whole_batches(tokens: int, each: int) -> int:
+def _whole_batches(tokens: int | None, default: int, each: int) -> int:
+    """How many batches of `each` tokens; by default as many whole ones as the default has, and at least one."""
+    if tokens is None:
+        return max(1, default // each)
     if tokens % each:
         raise UsageError(f"--tokens must be a multiple of batch × context, which is {each}, got {tokens}")
     return tokens // each

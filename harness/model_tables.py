@@ -10,6 +10,7 @@ import numpy as np
 
 from .baselines import BASELINES
 from .bench_tables import path_of, title_of
+from .compilers import PACKAGES
 from .provenance import have_changed, in_words
 from .reader import Record
 from .tables import Table
@@ -60,7 +61,8 @@ class Group:
         what = f"{steps} training steps" if self.is_training else f"loss on {steps * self.tokens} tokens"
         problem = first["problem"]
         sizes = f"batch {problem['batch']}, context {problem['len_q']}"
-        return f"{model_title(first)}, {what}, {sizes}, {path_of(first)}"
+        where = path_of(first) if any(map(_runs_kernels, self.records)) else first["provenance"]["card"] or "the CPU"
+        return f"{model_title(first)}, {what}, {sizes}, {where}"
 
     @property
     def tokens(self) -> int:
@@ -70,8 +72,17 @@ class Group:
 
 
 def model_title(record: Record) -> str:
-    """A model's name by its size."""
-    return f"GPT-2 of {record['model']['parameters'] / 1e6:.0f}M parameters"
+    """A model's name with its sizes."""
+    sizes = record["model"]
+    millions = sizes["parameters"] / 1e6
+    shown = f"{millions:.0f}" if millions >= 10 else f"{millions:.1f}"
+    layers = "1 layer" if sizes["layers"] == 1 else f"{sizes['layers']} layers"
+    return f"GPT-2 with {layers}, width {sizes['width']} ({shown}M parameters)"
+
+
+def _runs_kernels(record: Record) -> bool:
+    """Whether kernels of a port ran, which have a code path."""
+    return bool(record["losses"]) and record["contestant"] in PACKAGES
 
 
 def groups(records: Iterable[Record]) -> list[Group]:

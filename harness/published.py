@@ -10,40 +10,58 @@ those that were measured, the table says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .bench_tables import across_tables, changed_notes, grouped, path_of, provenance_notes, title_of
+from .compile import built_tables
 from .errors import UsageError
 from .ladder_tables import across_ladder, is_rung, ladder_tables
 from .model_tables import model_tables
-from .reader import Record, read_records
+from .reader import NothingToShow, Record, read_files, read_records
 from .records import problem_of
 from .roofline_tables import roofline_tables
-from .sweep_tables import is_candidate, swept_tables
+from .sweep_tables import is_candidate, swept_tables, untimed_builds
 from .tables import Table, as_markdown, problem_cells
 from .timing import Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
-KINDS = ("check", "model", "roofline")  # of the records that tables are made of
+KINDS = ("check", "model", "roofline", "build")  # of the records that tables are made of
 _BLOCK = re.compile(r"(<!-- (records|summary|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+
+
+def read_tabled(paths: Sequence[Path]) -> list[Record]:
+    """The records of these files that tables are made of; a file that has nothing for one is told and left out.
+
+    Raises UsageError for a file that cannot be read, and when none has anything.
+    """
+
+    def read(path: Path) -> list[Record]:
+        records = read_records(path, KINDS)
+        if not record_tables(records):
+            raise NothingToShow(f"{path} holds no timings, which come from a GPU")
+        return records
+
+    return [record for _, records in read_files(paths, read) for record in records]
 
 
 def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
     And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
-    records of a ladder, of a sweep, of rooflines and of models have tables of their own.
+    records of a ladder, of a sweep, of rooflines and of models have tables of their own, and so have kernels that were
+    built only.
     """
     records = list(records)
     models, rooflines = ([record for record in records if record["kind"] == kind] for kind in ("model", "roofline"))
+    builds = untimed_builds(records)
     records = [record for record in records if record["kind"] == "check"]
     timed = [record for record in records if record["samples"] and not is_rung(record) and not is_candidate(record)]
     tables = [_table(rows) for rows in grouped(timed, "port").values()]
     if any(len(record["samples"][0]["ms"]) > 2 for record in timed):
         tables += across_tables(timed, {})
     tables += ladder_tables(_timed_ladder(records), {}) + swept_tables(records)
-    return tables + roofline_tables(rooflines, {}) + model_tables(models)
+    return tables + roofline_tables(rooflines, {}) + model_tables(models) + built_tables(builds)
 
 
 def _timed_ladder(records: Iterable[Record]) -> list[Record]:
@@ -142,7 +160,8 @@ def write_tables(path: Path) -> bool:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"--write {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--write {path} cannot be read: {reason}") from error
     if not _BLOCK.search(text):
         raise UsageError(f"{path} has no <!-- records: FILE --> and <!-- /records -->")
     fresh = with_tables(text)

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .errors import UsageError
+from .errors import UsageError, complain
 from .schema import record_fault
 
 Record = dict[str, Any]
-TIMED = (
-    "samples",
-    "host_us",
-    "untimed",
-    "baselines",
-    "first_calls_s",
-    "compile_s",
-)  # of a check: its timing
+# Of a check: its timing.
+TIMED = ("samples", "host_us", "untimed", "baselines", "first_calls_s", "compile_s")
+Content = TypeVar("Content")
+
+
+class NothingToShow(UsageError):
+    """A file that can be read, and has nothing of what was asked for."""
 
 
 def read_records(path: Path, kinds: Collection[str]) -> list[Record]:
     """The records of these kinds in a file of JSON lines, in the current version.
 
     Raises UsageError, naming the file and the line, when it cannot be read, something in it is no record by the schema
-    of its version, or no record is of these kinds.
+    of its version, and NothingToShow when no record is of these kinds.
     """
     return _of_kinds(path, _records(path, _lines(path)), kinds)
+
+
+def read_files(paths: Sequence[Path], read: Callable[[Path], Content]) -> list[tuple[Path, Content]]:
+    """What `read` gives of each file. One for which it raises NothingToShow is told on stderr and left out.
+
+    Raises UsageError when all are such, and what else `read` raises.
+    """
+    found, empty = [], []
+    for path in paths:
+        try:
+            found.append((path, read(path)))
+        except NothingToShow as reason:
+            empty.append(str(reason))
+    if not found:
+        raise UsageError("; ".join(empty))
+    for line in empty:
+        complain(f"{line}: it is left out")
+    return found
 
 
 def resumed_records(path: Path) -> tuple[list[Record], str]:
@@ -107,7 +124,7 @@ def _records(path: Path, lines: Sequence[bytes], before: int = 0) -> list[Record
 def _of_kinds(path: Path, records: Sequence[Record], kinds: Collection[str]) -> list[Record]:
     found = [record for record in records if record["kind"] in kinds]
     if not found:
-        raise UsageError(f"{path} holds no records of kind {' or '.join(kinds)}")
+        raise NothingToShow(f"{path} holds no records of kind {' or '.join(kinds)}")
     return found
 
 

@@ -17,7 +17,6 @@ from common import Direction, Port, Work
 
 from . import jobs, timing
 from .ahead import compile_ahead
-from .baselines.protocol import SPANS
 from .ceilings import Ceilings, measure_ceilings
 from .counters import FORBIDDEN, NO_NCU, Counted, count
 from .environment import INTERPRET, Environment
@@ -40,16 +39,10 @@ from .trial import Check
 class RooflineRequest(Request):
     """The options of the command. counters: ask ncu. picture: where the plot is written."""
 
-    asked: tuple[Direction, ...] = SPANS["both"]
     suite: str = "walkthrough"
     counters: bool = True
     rounds: int = timing.ROUNDS
     picture: Path | None = None
-
-    @property
-    def each(self) -> tuple[Direction, ...]:
-        """The directions asked for."""
-        return self.asked
 
 
 @dataclass

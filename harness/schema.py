@@ -41,7 +41,16 @@ def record_fault(record: Any) -> str | None:
         schema = record_schema(version)
     except ValueError as error:
         return str(error)
-    return fault(record, schema)
+    return _version_fault(record["schema"], record.get("kind")) or fault(record, schema)
+
+
+def _version_fault(version: int, kind: Any) -> str | None:
+    """What is wrong with a record of a kind that only other versions have; None for a kind that none has."""
+    having = [known for known in range(1, VERSION + 1) if kind in record_schema(known)["properties"]["kind"]["enum"]]
+    if not having or version in having:
+        return None
+    known = f"from schema {having[0]} on" if version < having[0] else f"up to schema {having[-1]}"
+    return f"/kind {kind} exists {known}, and /schema is {version}"
 
 
 def fault(value: Any, schema: dict[str, Any]) -> str | None:

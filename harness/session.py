@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event, Thread
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -38,6 +40,7 @@ OK, FAILED, NOTHING_RAN = 0, 1, 2
 GIVE_UP_AFTER = 3  # checks of one contestant that took too long, in a row, or rows of timings
 TIMING = "timing"  # beside the names of contestants
 WORKERS_MOST = 4  # on a CPU; each takes about 1 GB
+EVERY_S = 15.0  # between two lines of progress, where there is no terminal
 
 EACH: dict[Directions, tuple[Direction, ...]] = {
     Directions.FORWARD: ("forward",),
@@ -371,12 +374,13 @@ def in_order(
 
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """A function to call with each thing as it begins; a bar on stderr when a person is looking.
+    """A function to call with each thing as it begins; on stderr a bar, or lines where no terminal is.
 
     total: how many there will be; None when that is not known.
     """
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
-        yield lambda doing: None
+        with _told(what, total) as begin:
+            yield begin
         return
     columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -389,3 +393,31 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
             begun += 1
 
         yield begin
+
+
+@contextmanager
+def _told(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """The same in lines: the first thing that begins is told at once, and then every `EVERY_S` seconds what is on."""
+    of = "" if total is None else f" of {total}"
+    begun, line, since = 0, "", time.monotonic()
+    ended = Event()
+
+    def begin(doing: str) -> None:
+        nonlocal begun, line
+        begun += 1
+        line = " ".join(f"{what} {begun}{of} {doing}".split())
+        if begun == 1:
+            complain(line)
+
+    def repeat() -> None:
+        while not ended.wait(EVERY_S):
+            if line:
+                complain(f"{line}, after {time.monotonic() - since:.0f} s")
+
+    teller = Thread(target=repeat, daemon=True)
+    teller.start()
+    try:
+        yield begin
+    finally:
+        ended.set()
+        teller.join()

@@ -8,7 +8,7 @@ beside the forced flash backend of SDPA. Without a GPU the budget and the builds
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -82,12 +82,17 @@ def sweep(
             return NOTHING_RAN
         session.suite, left = one_of_each_class(session.suite)
         spaces = _spaces(session, request)
+        idle = _without_tiles(session, spaces)
+        if len(idle) == len(session.ports):
+            return NOTHING_RAN
         this = Sweeping(request, session, workers, begin + 60 * request.minutes)
         swept: list[Swept] = []
         with session.record_file() as file:
             this.file = file
             try:
                 for case, own, direction in product(session.suite.cases, session.ports, request.each):
+                    if own in idle:
+                        continue
                     swept.append(Swept(own, case, TileClass.of(case.problem, session.target, direction)))
                     _sweep(this, swept[-1], spaces[own, case.id + case.problem.id, direction])
             finally:
@@ -98,7 +103,7 @@ def sweep(
                     write_picture(request.picture, f"{heat_picture(stages, _where(session))}\n")
         if request.write:
             _write(swept)
-    return _status(this, swept, all_asked)
+    return _status(this, swept, all_asked and bool(idle or session.missing))
 
 
 def _check_autotune(request: SweepRequest, here: Environment) -> None:
@@ -138,6 +143,18 @@ def _spaces(session: Session, request: SweepRequest) -> dict[tuple[str, str, Dir
         key: space if isinstance(space, str) else replace(space, grids=narrowed(space.grids, request.values))
         for key, space in found.items()
     }
+
+
+def _without_tiles(session: Session, spaces: Mapping[tuple[str, str, Direction], Space | str]) -> set[str]:
+    """The ports that have nothing to sweep for any problem; why is said once."""
+    idle = set()
+    for own in session.ports:
+        found = [space for (port, *_), space in spaces.items() if port == own]
+        if all(isinstance(space, str) for space in found):
+            idle.add(own)
+            for reason in dict.fromkeys(map(str, found)):
+                complain(reason)
+    return idle
 
 
 def _where(session: Session) -> str:
@@ -236,13 +253,20 @@ def _write(swept: list[Swept]) -> None:
         print(f"{table}: {len(entries)} entries written" if entries else f"{table}: as it was")
 
 
-def _status(this: Sweeping, swept: list[Swept], all_asked: bool) -> int:
+def _status(this: Sweeping, swept: list[Swept], lacks_port: bool) -> int:
     if any(check.verdict == "fail" for check in this.checks):
         return FAILED
-    for one in swept:
-        if one.trouble:
-            complain(f"{one.port}, {one.of}: {one.trouble}")
+    troubles: dict[tuple[str, str], list[Swept]] = {}
+    for one in (one for one in swept if one.trouble):
+        troubles.setdefault((one.port, one.trouble), []).append(one)
+    for (port, trouble), those in troubles.items():
+        more = f" and {len(those) - 1} more" if len(those) > 1 else ""
+        complain(f"{port}, {those[0].of}{more}: {trouble}")
+    named = [stage.named(this.request.values) for one in swept for stage in one.stages]
+    if any(named) and all(one.by_budget for those in named for one in those):
+        complain("nothing that you named fits")
+        return NOTHING_RAN
     done = [one for one in swept if not one.trouble]
     if this.session.environment.has_gpu:
         done = [one for one in done if one.is_whole]
-    return OK if len(done) == len(swept) and not (all_asked and this.session.missing) else NOTHING_RAN
+    return OK if len(done) == len(swept) and not lacks_port else NOTHING_RAN

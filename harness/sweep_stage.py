@@ -20,13 +20,13 @@ from .ahead import PROCESSES_MOST, compile_ahead
 from .baselines import SDPA_FLASH
 from .baselines.protocol import flops_of
 from .candidates import Candidate, Stage, choose, merged, refusals
-from .compile import Item, Row, build_record
+from .compile import Item, Row, build_of, build_record
 from .environment import INTERPRET, core_count
 from .isolation import Caller, Here, Lost, Worker
 from .jobs import TimedRow
 from .names import own_name, tiles_of, with_tile
 from .reader import Record
-from .records import RecordFile, check_of, check_record, tile_of, timing_of
+from .records import RecordFile, check_of, check_record, timing_of
 from .rows import rival
 from .session import Request, Session, in_order, progress
 from .suites import Case
@@ -151,7 +151,7 @@ def _build_all(this: Sweeping, stage: Stage) -> None:
     for one in (one for one in stage.candidates if not one.by_budget and one.tile not in here):
         records = earlier.get(one.tile, [])
         if any(r["build"] is None or r["build"]["kernel"] == stage.grid.kernel for r in records):
-            here[one.tile] = [(r["reason"], _build_of(r)) for r in records]
+            here[one.tile] = [(r["reason"], build_of(r)) for r in records]
             for record in records:
                 this.write(record)
         else:
@@ -176,15 +176,6 @@ def _take(one: Candidate, built: Sequence[tuple[str, Build | None]], room: int) 
     for build in one.builds:
         if build.shared > room:
             one.refused = f"{build.kernel} was built with {build.shared} B of shared memory; there are {room} B"
-
-
-def _build_of(record: Record) -> Build | None:
-    """The build that `build_record` was given."""
-    fields = record["build"]
-    if fields is None:
-        return None
-    own = fields | {"tile": tile_of(fields["tile"]), "instructions": tuple(fields["instructions"])}
-    return Build(target=record["target"]["name"], ptx="", **own)
 
 
 def _measure(this: Sweeping, case: Case, stage: Stage) -> None:

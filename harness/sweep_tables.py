@@ -199,6 +199,17 @@ def is_candidate(record: Record) -> bool:
     return bool(grid_of(record["port"]))
 
 
+def untimed_builds(records: Iterable[Record]) -> list[Record]:
+    """The records of builds, without those of candidates that were timed: of a sweep on a GPU the times are told."""
+
+    def grid(record: Record) -> tuple[str, ...]:
+        return own_name(record["port"]), grid_of(record["port"]), record["problem"]["id"], record["target"]["name"]
+
+    records = list(records)
+    timed = {grid(r) for r in records if r["kind"] == "check" and is_candidate(r) and r["samples"]}
+    return [record for record in records if record["kind"] == "build" and grid(record) not in timed]
+
+
 def swept_tables(records: Iterable[Record]) -> list[Table]:
     """What the records of sweeps say: a table for each port and path, with a row for each grid and problem.
 

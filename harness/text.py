@@ -82,8 +82,10 @@ def _tokenizer(path: Path):  # type: ignore[no-untyped-def]
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         if file.is_file() or not path.is_dir():
-            return tokenizers.Tokenizer.from_file(str(file))
+            return tokenizers.Tokenizer.from_buffer(file.read_bytes())
         return tokenizers.ByteLevelBPETokenizer(str(path / "vocab.json"), str(path / "merges.txt"))
+    except OSError as error:
+        raise UsageError(f"--tokenizer {path} cannot be read: {error.strerror}") from error
     except Exception as error:  # the package raises plain Exception
         raise UsageError(f"--tokenizer {path} cannot be read: {one_line(error)}") from error
 
@@ -96,7 +98,7 @@ def windows(text: Text, count: int, batch: int, context: int) -> torch.Tensor:
     """
     needed = count * batch * context + 1
     if len(text.tokens) < needed:
-        raise UsageError(f"{text.source} has {len(text.tokens)} tokens, and {needed} are needed: give a longer --text")
+        raise _too_short(text, f"a context of {context} in {count} batches of {batch} takes", needed)
     return text.tokens[:needed].unfold(0, context + 1, context).reshape(count, batch, context + 1).contiguous()
 
 
@@ -104,8 +106,12 @@ def drawn(text: Text, count: int, batch: int, context: int, seed: int) -> torch.
     """Batches `(count, batch, context + 1)` of windows at places drawn by a seed; the same on every machine."""
     places = len(text.tokens) - context
     if places < 1:
-        raise UsageError(
-            f"{text.source} has {len(text.tokens)} tokens, and a window takes {context + 1}: give a longer --text"
-        )
+        raise _too_short(text, f"a context of {context} takes", context + 1)
     begins = torch.randint(places, (count, batch, 1), generator=torch.Generator().manual_seed(seed))
     return text.tokens[begins + torch.arange(context + 1)]
+
+
+def _too_short(text: Text, what: str, needed: int) -> UsageError:
+    return UsageError(
+        f"{what} {needed} tokens, and {text.source} has {len(text.tokens)}: give a shorter --context or a longer --text"
+    )

@@ -19,7 +19,7 @@ import torch
 
 import common
 from common import Problem
-from harness import jobs
+from harness import cli_options, jobs, session
 from harness.cli import main
 from harness.environment import CPU, Environment
 from harness.errors import UsageError
@@ -37,6 +37,7 @@ from .test_timing import FakeStopwatch
 ROOT = Path(__file__).parent.parent
 ONE_CASE = ("--suite", "quick", "--only", "scale")
 MARK = re.compile(r"\x1b")
+PROGRESS = r"(harness: checking 1 of 1 scale \S+(, after \d+ s)?\n)+"
 
 
 def harness(*arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -67,7 +68,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
     skip_without_interpreter(done.stderr)
     assert done.returncode == 0, done.stderr
     assert not MARK.search(done.stdout)
-    assert done.stderr == ""
+    assert re.fullmatch(PROGRESS, done.stderr)
     assert "Checks of triton, ada path on the CPU, suite quick, seed 0" in done.stdout
     assert "triton: 2 checks of 1 problems: 2 pass, 0 fail, 0 unsupported" in done.stdout
     assert "2 x min(error of PyTorch's plain attention" in done.stdout
@@ -140,7 +141,8 @@ def test_wrong_usage_is_one_line_and_status_2(
 def test_a_port_that_cannot_run_is_explained_and_the_others_run() -> None:
     done = harness("run", "--impl", "triton,reference", *ONE_CASE, blocked=("triton",))
     assert done.returncode == 2
-    assert done.stderr == "harness: the triton port needs triton, which is not installed: pip install triton\n"
+    told = re.escape("harness: the triton port needs triton, which is not installed: pip install triton\n")
+    assert re.fullmatch(told + PROGRESS, done.stderr)
     assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
 
 
@@ -155,7 +157,8 @@ sys.meta_path.insert(0, Crash())
 """
     done = with_site(crash, "run", "--impl", "triton,reference", *ONE_CASE)
     assert done.returncode == 2
-    assert done.stderr == "harness: the triton port could not be imported: its process died of SIGSEGV\n"
+    told = "harness: the triton port could not be imported: its process died of SIGSEGV\n"
+    assert re.fullmatch(told + PROGRESS, done.stderr)
     assert "reference: 2 checks of 1 problems: 2 pass" in done.stdout
 
 
@@ -240,6 +243,52 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     assert all(json.loads(line)["verdict"] == "pass" for line in partial.read_text().splitlines())
 
 
+def test_where_there_is_no_terminal_progress_is_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "EVERY_S", 0.05)
+    with session.progress("climbing", 2) as begin:
+        begin("first")
+        begin("second")
+        time.sleep(0.3)
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "harness: climbing 1 of 2 first"
+    assert others
+    assert set(others) == {"harness: climbing 2 of 2 second, after 0 s"}
+    with session.progress("building", 0):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "directions"),
+    [
+        ("forward", "forward"),
+        ("backward,", None),
+        ("backward", "backward"),
+        ("both", "both"),
+        ("forward, backward", "both"),
+        ("backward,forward", "both"),
+        ("forward,both", "both"),
+    ],
+)
+def test_directions_are_a_word_or_a_list(given: str, directions: str | None) -> None:
+    if directions is None:
+        with pytest.raises(UsageError, match="--direction must be one of forward, backward, both, got ''"):
+            cli_options.directions(given)
+    else:
+        assert cli_options.directions(given) == directions
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "matrix", "fuzz", "ladder", "sweep", "roofline", "compile", "bench", "memory"]
+)
+def test_every_command_takes_the_same_directions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--impl", "reference", "--direction", "forward,both,sideways"])
+    assert "--direction must be one of forward, backward, both, got 'sideways'" in capsys.readouterr().err
+
+
 def test_a_pipe_that_is_closed_early_costs_no_records(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     command = [sys.executable, "-m", "harness", "run", "--impl", "reference", "--only", "scale", "--json", str(path)]
@@ -250,8 +299,8 @@ def test_a_pipe_that_is_closed_early_costs_no_records(tmp_path: Path) -> None:
     os.close(writer)
     assert done.returncode == 141
     left = tmp_path / "q.jsonl.partial"
-    told = f"harness: standard output was closed before the end; the records so far are in {left}\n"
-    assert done.stderr.decode() == told
+    told = re.escape(f"harness: standard output was closed before the end; the records so far are in {left}\n")
+    assert re.fullmatch(PROGRESS + told, done.stderr.decode())
     assert len(left.read_text().splitlines()) == 2
 
 

@@ -117,7 +117,7 @@ def test_an_evaluation_is_told_beside_pytorchs(book: Path, capsys: pytest.Captur
     assert all(len(r["losses"]) == r["steps"] == 2 and not r["grad_norms"] for r in records)
     assert [r["sources"] is None for r in records] == [True, True, True, False]
     out = capsys.readouterr().out
-    assert "GPT-2 of 2M parameters, loss on 64 tokens, batch 2, context 16" in out
+    assert "GPT-2 with 1 layer, width 32 (1.6M parameters), loss on 64 tokens, batch 2, context 16, the CPU" in out
     assert "The row of SDPA math is the noise floor" in out
     assert "tokens/s" not in out
 
@@ -235,7 +235,7 @@ def test_batches_are_windows_of_the_text(book: Path) -> None:
     assert not torch.equal(some, other)
     assert all(bytes(row.tolist()) in book.read_bytes() for row in some.flatten(0, 1))
     for short in (lambda: windows(text, 1, 1, 2000), lambda: drawn(text, 1, 1, 2000, 0)):
-        with pytest.raises(UsageError, match=r"book\.txt has 1060 tokens"):
+        with pytest.raises(UsageError, match=r"a context of 2000.* takes 2001 tokens, and book\.txt has 1060"):
             short()
 
 
@@ -266,6 +266,8 @@ def test_a_tokenizer_that_is_none_is_refused(book: Path, tmp_path: Path, monkeyp
         load_text(book, tmp_path)
     with pytest.raises(UsageError, match="cannot be read"):
         load_text(book, book)
+    with pytest.raises(UsageError, match=r"cannot be read: No such file or directory$"):
+        load_text(book, tmp_path / "none.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError, match="pip install tokenizers"):
         load_text(book, tmp_path)
@@ -367,6 +369,8 @@ def test_a_file_that_is_no_checkpoint_is_refused(book: Path, tmp_path: Path, mon
         (["--impl", "flash"], "--impl must be one of all, sdpa"),
         (["--tokens", "100"], "--tokens must be a multiple of batch × context, which is "),
         (["--weights", "nowhere"], "--weights nowhere is no safetensors file"),
+        (["--context", "99999999999"], "give a shorter --context or a longer --text"),
+        (["--context", "99999999999", "--mode", "train"], "give a shorter --context or a longer --text"),
         (["--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
         (["--mode", "dream"], "dream"),
         (["--steps", "0"], "--steps"),
@@ -389,7 +393,10 @@ def rows(table: Table) -> dict[str, dict[str, str]]:
 
 def test_tables_tell_speed_and_memory_of_records_from_a_gpu() -> None:
     main_table, curves = model_tables(models())
-    assert main_table.title == "GPT-2 of 124M parameters, 30 training steps, batch 8, context 1024, NVIDIA H200"
+    assert (
+        main_table.title
+        == "GPT-2 with 12 layers, width 768 (124M parameters), 30 training steps, batch 8, context 1024, NVIDIA H200"
+    )
     found = rows(main_table)
     assert found["triton"]["tokens/s"] == "128,000"  # of 64 ms, the first steps left out
     assert found["triton"]["% of SDPA flash"] == "125.0"

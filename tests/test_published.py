@@ -130,7 +130,32 @@ def test_the_command_prints_a_files_tables_and_refuses_a_text_without_markers(
         with pytest.raises(SystemExit) as stop:
             main(["tables", *arguments])
         assert stop.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert err.count("none.md") < 2
+
+
+def test_a_file_that_has_nothing_for_a_table_is_told_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed, untimed, empty = (tmp_path / name for name in ("timed.jsonl", "untimed.jsonl", "empty.jsonl"))
+    timed.write_text(json.dumps(record()) + "\n")
+    untimed.write_text(json.dumps(record(samples=None)) + "\n")
+    empty.write_text("")
+    with pytest.raises(SystemExit) as stop:
+        main(["tables", str(untimed), str(timed), str(empty)])
+    assert stop.value.code == 0
+    out, err = capsys.readouterr()
+    assert "triton forward, ada path on NVIDIA H200" in out
+    first, second = err.splitlines()
+    assert first == f"harness: {untimed} holds no timings, which come from a GPU: it is left out"
+    assert second.startswith(f"harness: {empty} holds no records of kind check")
+    assert second.endswith(": it is left out")
+    with pytest.raises(SystemExit) as stop:
+        main(["tables", str(untimed), str(empty)])
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
 
 
 @pytest.mark.parametrize("suite", ["quick", "fa2"])

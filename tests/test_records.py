@@ -175,6 +175,9 @@ def test_records_of_other_kinds_are_left_out(tmp_path: Path) -> None:
         ("\n\nno json\n", "line 3 is no JSON"),
         ('{"schema": NaN}\n', "line 1 is no JSON: NaN is no number of JSON"),
         ('{"schema": 2, "kind": "check"}\n', "line 1: the record lacks suite"),
+        ('{"schema": 1, "kind": "model"}\n', "line 1: /kind model exists from schema 3 on, and /schema is 1"),
+        ('{"schema": 3, "kind": "run"}\n', "line 1: /kind run exists up to schema 1, and /schema is 3"),
+        ('{"schema": 3, "kind": ["run"]}\n', 'line 1: /kind must be "check" or'),
         ('{"schema": 4, "kind": "check"}\n', "line 1: records of version 4; this harness knows up to version 3"),
     ],
 )

@@ -256,6 +256,27 @@ def test_a_bad_file_is_an_error_and_leaves_the_old_page(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "x.jsonl"]
 
 
+def test_a_file_that_has_nothing_to_show_is_told_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = written(tmp_path / "good.jsonl", timed())
+    (tmp_path / "empty.jsonl").write_text("")
+    swept = written(tmp_path / "swept.jsonl", timed("triton#forward 1 64x64 w4 s2"))
+    out = tmp_path / "page.html"
+    others = [str(tmp_path / "empty.jsonl"), str(swept)]
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *others, str(good), "--out", str(out)])
+    assert stop.value.code == 0
+    said, err = capsys.readouterr()
+    assert said == f"{out}: written, from 1 records in 1 file\n"
+    assert [line.endswith(": it is left out") for line in err.splitlines()] == [True, True]
+    assert "empty.jsonl holds no records of kind check" in err
+    assert "swept.jsonl holds the candidates of a sweep only, which harness tables shows" in err
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *others, "--out", str(out)])
+    assert stop.value.code == 2
+
+
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path / "x.jsonl", timed())
     before = path.read_text()
@@ -317,9 +338,8 @@ def test_ports_that_were_not_timed_by_turns_are_marked_so(tmp_path: Path) -> Non
 
 def test_an_installed_package_has_the_page_and_the_kept_records() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "harness.report" in setup["packages"]
-    for package, folder in (("harness.report", "harness/report"), ("harness", "harness")):
-        shipped = {path for glob in setup["package-data"][package] for path in (ROOT / folder).glob(glob)}
+    for package, folder in (("harness.report.templates", TEMPLATES), ("harness.results", RESULTS)):
+        assert package in setup["packages"]  # or setuptools warns of a folder that looks like one
+        shipped = {path for glob in setup["package-data"][package] for path in folder.glob(glob)}
         assert shipped
-        wanted = TEMPLATES if package == "harness.report" else RESULTS
-        assert set(wanted.iterdir()) <= shipped
+        assert set(folder.iterdir()) <= shipped

@@ -394,7 +394,6 @@ def test_a_port_that_is_not_here_is_an_error_where_it_was_asked_for(capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--direction", "both"], "--direction must be one of forward, backward, got 'both'"),
         (["--impl", "tritn"], "did you mean triton?"),
         (["--picture", "x.svg"], "--picture draws the rates that kernels achieve, which takes a GPU"),
         (["--only", "n4097"], "n4097"),

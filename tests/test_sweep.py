@@ -304,6 +304,17 @@ def test_what_does_not_fit_is_excluded_with_its_bytes_and_never_built(
     assert port.launched["forward"] == set(port.built)
 
 
+def test_that_nothing_fits_of_what_was_named_is_told(
+    clock: Clock, suite: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = request(suite, values={"block_m": (128,), "block_n": (64,), "stages": (3,)})
+    assert sweep(named, CARD, opened(Tiled(place))) == 2
+    out, err = capsys.readouterr()
+    assert "excluded before they were built" in out
+    assert err.endswith("harness: nothing that you named fits\n")
+    assert sweep(replace(named, values={"block_m": (32, 128)}), CARD, opened(Tiled(place))) == 0
+
+
 def test_the_backward_is_swept_kernel_by_kernel_each_from_the_best_before(
     clock: Clock, suite: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,7 +362,8 @@ def test_it_goes_on_from_what_was_built_and_from_what_was_timed(
     row = dict(zip(swept.columns, swept.rows[0], strict=True))
     assert (row["timed"], row["fastest"], row["there before"]) == ("11 of 11", "64x64 w4 s2", str(SHIPPED))
     assert 1.9 < float(row["how many times as fast as it"]) < 2.1
-    assert read_runs([whole]) == []
+    with pytest.raises(UsageError, match="holds the candidates of a sweep only"):
+        read_runs([whole])
 
     lines = [line for line in whole.read_text().splitlines(keepends=True) if json.loads(line)["kind"] == "build"]
     builds.write_text("".join(lines[:-1]))  # as of a machine without a GPU, and one short
@@ -455,7 +467,7 @@ def test_a_port_without_tiles_or_one_that_is_not_here_is_told(
     fake = FakePort()
     fake.name = "triton"  # type: ignore[misc]
     assert sweep(request(suite), CARD, opened(fake)) == 2
-    assert "the triton port has no tiles to sweep" in capsys.readouterr().out
+    assert capsys.readouterr() == ("", "harness: the triton port has no tiles to sweep\n")
     assert sweep(request(suite), CARD, opened()) == 2
     assert capsys.readouterr().err == "harness: the triton port is on holiday\n"
 
@@ -479,6 +491,12 @@ def test_two_candidates_of_triton_are_built_for_ada_without_a_gpu(
     records = read_records(path, ("build",))
     assert {r["port"] for r in records} == {"triton#forward 1 64x32 w4 s2", f"triton#forward 1 {built_first(records)}"}
     assert all(r["verdict"] == "pass" and r["build"]["kernel"] == "forward_kernel" for r in records)
+    with pytest.raises(SystemExit) as stop:
+        main(["tables", str(path)])
+    assert stop.value.code == 0
+    told = capsys.readouterr().out
+    assert f"Tiles of triton for {records[0]['problem']['id']}, built by triton" in told
+    assert re.search(r"ada +\| 64 +\| full +\| forward_kernel +\| 64x32 w4 s2 +\| +16384 +\| 101376", told)
 
 
 def built_first(records: list[dict]) -> str:
@@ -496,6 +514,9 @@ def built_first(records: list[dict]) -> str:
         (["--stages", "0"], "--stages must be whole numbers of at least 1, got '0'"),
         (["--extra", "lazy_rescale"], "--extra takes NAME=N[,N…] of what is no option of its own, got 'lazy_rescale'"),
         (["--extra", "warps=4"], "--extra takes NAME=N[,N…]"),
+        (["--extra", " warps=4"], "--extra takes NAME=N[,N…]"),
+        (["--extra", "=1"], "--extra takes NAME=N[,N…] of what is no option of its own, got '=1'"),
+        (["--impl", "reference"], "the reference port has no tiles to sweep"),
         (["--extra", "lazy_rescale=-1"], "--extra lazy_rescale must be whole numbers of at least 0, got '-1'"),
         (["--impl", "tilelang", "--autotune"], "the tilelang port has no kernels that it could wrap"),
         (["--autotune"], "--autotune times kernels, which takes a GPU"),

@@ -23,7 +23,7 @@ def report(paths: Sequence[Path], out: Path) -> str:
     """Writes the page of these files of records, by default of the kept ones, and returns what it did in a line.
 
     The page takes its name when it is complete: what goes wrong before leaves an earlier one as it was. Raises
-    UsageError for a file that holds no records, and for a place that cannot be written to.
+    UsageError for files of which none has anything, and for a place that cannot be written to.
     """
     paths = list(paths) or sorted(RESULTS.glob("*.jsonl"))
     if not paths:
@@ -40,5 +40,5 @@ def report(paths: Sequence[Path], out: Path) -> str:
         os.replace(partial, out)
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
-    records = sum(len(run.records) for run in runs)
-    return f"{out}: written, from {records} records in {len(paths)} {'file' if len(paths) == 1 else 'files'}"
+    records, files = sum(len(run.records) for run in runs), len({run.file for run in runs})
+    return f"{out}: written, from {records} records in {files} {'file' if files == 1 else 'files'}"

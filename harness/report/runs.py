@@ -15,7 +15,7 @@ from ..errors import UsageError, one_line
 from ..inputs import InputSpec
 from ..names import grid_of, own_name
 from ..provenance import have_changed, in_words
-from ..reader import Record, read_records
+from ..reader import NothingToShow, Record, read_files, read_records
 from ..records import check_of, disagreement_of, problem_of
 from ..roofline_records import ROLES
 
@@ -49,15 +49,14 @@ class Run:
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """The runs in these files, in their order. Where a file has a cell twice, the later record counts.
 
-    Raises UsageError for a file that cannot be read, holds something else than records, or none that a report shows.
+    A file that has nothing that a report shows is told and left out. Raises UsageError when all are such, and for one
+    that cannot be read or holds something else than records.
     """
     names = [path.name for path in paths]
     runs = []
-    for path in paths:
+    for path, found in read_files(paths, _shown):
         by_path: dict[str, dict[str, Record]] = {}
-        for record in read_records(path, KINDS):
-            if grid_of(record.get("port", "")):  # a tile among fifty that were tried, and no contestant
-                continue
+        for record in found:
             wrong = _fault(record)
             if wrong is not None:
                 raise UsageError(f"{path} holds a record that cannot be shown: {wrong}")
@@ -66,6 +65,14 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         file = path.name if names.count(path.name) == 1 else str(path)
         runs += [Run(file, where, tuple(records.values())) for where, records in by_path.items()]
     return runs
+
+
+def _shown(path: Path) -> list[Record]:
+    """The records of a file that a report shows; no candidates of a sweep, each a tile among fifty."""
+    found = [record for record in read_records(path, KINDS) if not grid_of(record.get("port", ""))]
+    if not found:
+        raise NothingToShow(f"{path} holds the candidates of a sweep only, which harness tables shows")
+    return found
 
 
 def _fault(record: Record) -> str | None:
