@@ -425,7 +425,8 @@ def test_records_that_do_not_fit_are_told_and_never_lost(
     assert run(request(json=path, resume=path), CPU) == 0
     assert [json.loads(line) for line in path.read_text().splitlines()] == ours
     assert [json.loads(line) for line in before.read_text().splitlines()] == records
-    assert capsys.readouterr().err.splitlines() == [
+    told = [line for line in capsys.readouterr().err.splitlines() if "checking 1 of 1" not in line]  # progress
+    assert told == [
         f"harness: 2 of 4 records of {path} fit this run; the others do not: 2 from another card",
         f"harness: {path} does not have all records that there were: the earlier file is kept as {before}",
     ]
