@@ -8,7 +8,7 @@ is none in the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -148,7 +148,6 @@ class Stage:
     choice: Choice | None = None
     unfinished: str = ""
     build_s: float = 0.0
-    notes: list[str] = field(default_factory=list)
 
     def named(self, values: Mapping[str, tuple[int, ...]]) -> list[Candidate]:
         """The candidates that have these values in the fields of the grid; none where it has none of the fields."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from .bench_tables import path_of
 from .errors import UsageError
 from .options import TOLERANCE_PERCENT, Format
 from .reader import Record, read_records
-from .records import RecordFile, problem_of
+from .records import problem_of, record_file
 from .schema import VERSION
 from .tables import Table, print_tables, problem_cells
 from .timing import RESAMPLES, Ratio, Timing
@@ -79,7 +78,7 @@ def compare(
     ]
     if not cells:
         raise UsageError(f"{paths[0]} and {paths[1]} have no port, problem and direction in common")
-    with RecordFile(json_path) if json_path is not None else nullcontext() as records:
+    with record_file(json_path) as records:
         tables = compare_tables(cells, paths, tolerance_percent)
         for path, own, other in ((paths[0], before, after), (paths[1], after, before)):
             alone = sum(key not in other for key in own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +24,7 @@ from .names import own_name, tiles_of, variant_of
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance
 from .reader import Record
-from .records import RecordFile, problem_fields, problem_of, tile_fields, tile_of
+from .records import RecordFile, problem_fields, problem_of, record_file, tile_fields, tile_of
 from .schema import VERSION
 from .session import EACH, FAILED, NOTHING_RAN, OK, WORKERS_MOST, in_order, progress
 from .spills import PATH, SLACK, Built, Spills
@@ -109,7 +108,7 @@ def compile_all(request: CompileRequest, *, all_asked: bool, open_port: Callable
     callers = _callers(request)
     this = Compiling(request)
     try:
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with record_file(request.json) as file:
             try:
                 _build_all(this, callers, problems, open_port)
             finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from .isolation import Caller, Here, Lost, Worker
 from .jobs import Setting, opened, probe, refusal
 from .options import Format
 from .provenance import driver_version, git_commit, package_versions
-from .records import RecordFile
+from .records import record_file
 from .schema import VERSION
 from .tables import Table, print_tables
 
@@ -45,7 +44,7 @@ def doctor(json_path: Path | None, form: Format, here: Environment, trouble: str
     trouble: why a card that is there is not used. isolated: ports are tried in a process of their own. Raises
     UsageError when the JSON file cannot be written.
     """
-    with RecordFile(json_path) if json_path is not None else nullcontext() as records:
+    with record_file(json_path) as records:
         caller = Worker() if isolated else Here()
         try:
             installed, ports = _examine(here, trouble, form, caller)

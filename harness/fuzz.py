@@ -10,7 +10,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from .environment import Environment
 from .errors import UsageError
 from .generate import as_suite, random_case, shrunk
 from .isolation import Caller
-from .records import RecordFile, check_record
+from .records import RecordFile, check_record, record_file
 from .session import NOTHING_RAN, Request, Session, in_order, progress, status_of
 from .suites import Case, Suite
 from .tables import Table, print_tables
@@ -77,7 +76,7 @@ def fuzz(request: FuzzRequest, here: Environment, open_port: Callable[[str], Por
         if not session.ports:
             return NOTHING_RAN
         this = Fuzz(request, session)
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with record_file(request.json) as file:
             try:
                 _run(this, file)
             finally:

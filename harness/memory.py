@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from .environment import Environment
 from .errors import UsageError, one_of
 from .isolation import Caller, Lost
 from .jobs import NAIVE, Footprint
-from .records import RecordFile, problem_fields
+from .records import RecordFile, problem_fields, record_file
 from .schema import VERSION
 from .session import NOTHING_RAN, Request, Session, status_of
 from .suites import Case
@@ -121,7 +120,7 @@ def memory(
         if not session.ports:
             return NOTHING_RAN
         this = Memory(request, session)
-        with RecordFile(request.json) if request.json else nullcontext() as file:
+        with record_file(request.json) as file:
             this.file = file
             try:
                 for _ in session.for_each_case("measuring", lambda caller, case: _case(this, caller, case)):

@@ -7,7 +7,6 @@ attentions, which add in different orders, give the difference that means nothin
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from .isolation import Lost
 from .jobs import NAIVE
 from .model_tables import REFERENCE, model_tables
 from .reader import Record
-from .records import SHOWN, RecordFile, problem_fields
+from .records import SHOWN, RecordFile, problem_fields, record_file
 from .schema import VERSION
 from .session import FAILED, NOTHING_RAN, OK, Request, Session, progress
 from .suites import Case, Suite
@@ -118,7 +117,7 @@ def model(request: ModelRequest, here: Environment, *, all_asked: bool = True) -
         if ports and not session.ports:
             return NOTHING_RAN
         this = Model(request, session, plan, text)
-        with RecordFile(request.json, use=SHOWN) if request.json else nullcontext() as file:
+        with record_file(request.json, use=SHOWN) as file:
             this.file = file
             compile_ahead(session)
             try:

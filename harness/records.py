@@ -7,6 +7,7 @@ import math
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -120,6 +121,13 @@ class RecordFile:
         else:
             self.partial.unlink()
             error.add_note("there are no records yet")
+
+
+def record_file(
+    path: Path | None, *, resumes: bool = False, use: str = ""
+) -> AbstractContextManager[RecordFile | None]:
+    """The `RecordFile` of a command that may have been given none: then there is none in the context either."""
+    return nullcontext() if path is None else RecordFile(path, resumes=resumes, use=use)
 
 
 def check_place(path: Path, place: Path, option: str = "--json") -> None:

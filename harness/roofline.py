@@ -8,7 +8,7 @@ the problem stands beside the datasheets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from .isolation import Caller, Here, Lost, Worker
 from .kernel_times import KernelTimes, kernel_times, launches_of
 from .picture_file import check_picture, write_picture
 from .reader import Record
-from .records import SHOWN, RecordFile
+from .records import SHOWN, RecordFile, record_file
 from .roofline_records import Findings, roofline_record
 from .roofline_tables import roofline_tables
 from .rows import time_passed
@@ -85,7 +85,7 @@ def roofline(
         if not session.ports:
             return NOTHING_RAN
         this = Roofline(request, session, closed="" if request.counters else "they were not asked for")
-        with RecordFile(request.json, use=SHOWN) if request.json else nullcontext() as file:
+        with record_file(request.json, use=SHOWN) as file:
             this.file = file
             try:
                 _run(this)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from .names import own_name, variant_of
 from .options import LIMIT_S, Directions, Format
 from .provenance import provenance
 from .reader import Record, resumed_records
-from .records import RecordFile, problem_fields
+from .records import RecordFile, problem_fields, record_file
 from .suites import Case, Suite, load_suite
 from .trial import Check, Verdict
 
@@ -237,9 +237,7 @@ class Session:
 
     def record_file(self) -> AbstractContextManager[RecordFile | None]:
         """Where the records of the request go, if it names a file."""
-        if self.request.json is None:
-            return nullcontext()
-        return RecordFile(self.request.json, resumes=self.request.resume is not None)
+        return record_file(self.request.json, resumes=self.request.resume is not None)
 
     def earlier(self, case: Case) -> list[Record]:
         """The records of the case in the file to resume, as far as they are of these ports, this card and these

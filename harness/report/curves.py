@@ -84,11 +84,11 @@ def curve_chart(curves: Sequence[Curve], axis: Axis, *, x_name: str, title: str)
         return y(value) if value > axis.least else BOTTOM - NOTHING
 
     drawn = [_curve(curve, lengths, x, height) for curve in curves if curve.known]
-    ends = [(curve, *_end(curve, x, height)) for curve in curves if curve.known]
+    ends = [(curve.who, curve.is_reference, *_end(curve, x, height)) for curve in curves if curve.known]
     return picture(
         *_frame(x, y, axis, lengths, x_name, top),
         *drawn,
-        *_names(ends, top),
+        *names_beside(ends, top),
         *_lost(lost, x),
         height=HEIGHT,
         title=title,
@@ -138,15 +138,18 @@ def _end(curve: Curve, x: LogScale, height: Callable[[float], float]) -> tuple[f
     return x(length), height(value)
 
 
-def _names(ends: Sequence[tuple[Curve, float, float]], top: float) -> list[Markup]:
-    """The names beside the ends of their curves, pushed apart where they would lie on each other."""
-    ends = sorted(ends, key=lambda end: end[2])
-    places = apart([y for _, _, y in ends], LABEL, top, BOTTOM)
+def names_beside(ends: Sequence[tuple[Contestant, bool, float, float]], top: float) -> list[Markup]:
+    """The names beside the ends of their curves, pushed apart where they would lie on each other.
+
+    ends: who, whether that is the reference, and where its curve ends, x and y.
+    """
+    ends = sorted(ends, key=lambda end: end[3])
+    places = apart([y for *_, y in ends], LABEL, top, BOTTOM)
     parts = []
-    for (curve, x, y), place in zip(ends, places, strict=True):
-        who, at = curve.who, RIGHT + 14
+    for (who, is_reference, x, y), place in zip(ends, places, strict=True):
+        at = RIGHT + 14
         leader = line(x + 5, y, at - 4, place, "leader")
-        key = line(at - 4, place, at + 4, place, "reference") if curve.is_reference else mark(who.mark, at, place)
+        key = line(at - 4, place, at + 4, place, "reference") if is_reference else mark(who.mark, at, place)
         name = text(who.title, at + 8, place + 4, class_="name")
         parts.append(element("g", leader, key, name, class_=f"curve {who.style}", data_who=who.name))
     return parts

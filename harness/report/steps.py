@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from .contestants import Contestant
-from .curves import BOTTOM, HEIGHT, LABEL, LEFT, RIGHT, TOP, apart
-from .svg import LinearScale, LogScale, element, line, mark, picture, text
+from .curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, names_beside
+from .svg import LinearScale, LogScale, element, line, picture, text
 
 TOLD = 5  # steps that the words for a picture tell of
 
@@ -31,10 +31,12 @@ def step_chart(series: Sequence[Series], name: str, form: Callable[[float], str]
     y = LogScale.holding(known or [1.0], BOTTOM, top) if log else LinearScale.holding(max(known or [1.0]), BOTTOM, top)
     x = LinearScale(max(len(one.values) for one in series), LEFT, RIGHT)
     lines = [_line(one.who, values, x, y) for one, values in zip(series, drawn, strict=True)]
+    last = [next((value for value in reversed(values) if value is not None), None) for values in drawn]
+    ends = [(one.who, False, RIGHT - 2, y(value)) for one, value in zip(series, last, strict=True) if value is not None]
     return picture(
         *_frame(x, y, name, form),
         *lines,
-        *_names(series, drawn, y),
+        *names_beside(ends, top),
         height=HEIGHT,
         title=title,
         description=_in_words(series, name, form, log),
@@ -69,24 +71,6 @@ def _line(who: Contestant, values: Sequence[float | None], x: LinearScale, y: Li
     style = "ours" if who.is_ours else "theirs"
     lines = [element("polyline", points=" ".join(piece), class_=style) for piece in pieces if piece]
     return element("g", *lines, class_=f"curve {who.style}", data_who=who.name)
-
-
-def _names(
-    series: Sequence[Series], drawn: Sequence[Sequence[float | None]], y: LinearScale | LogScale
-) -> list[Markup]:
-    """The names beside the ends of their lines, pushed apart where they would lie on each other."""
-    last = [next((value for value in reversed(values) if value is not None), None) for values in drawn]
-    ends = sorted(
-        ((y(value), one.who) for one, value in zip(series, last, strict=True) if value is not None),
-        key=lambda end: end[0],
-    )
-    places = apart([end for end, _ in ends], LABEL, TOP + 6, BOTTOM)
-    parts = []
-    for (end, who), place in zip(ends, places, strict=True):
-        leader = line(RIGHT + 3, end, RIGHT + 10, place, "leader")
-        key, name = mark(who.mark, RIGHT + 14, place), text(who.title, RIGHT + 22, place + 4, class_="name")
-        parts.append(element("g", leader, key, name, class_=f"curve {who.style}", data_who=who.name))
-    return parts
 
 
 def _in_words(series: Sequence[Series], name: str, form: Callable[[float], str], log: bool) -> str:
