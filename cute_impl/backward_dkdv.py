@@ -141,16 +141,18 @@ class DkdvKernel:
         begin, full_begin, full_end, end = tile_range(
             key_begin, key_last, len_q, -high, -low, self.BLOCK_M, self.HAS_HIGH, self.HAS_LOW, self.SKIP, self.EDGES
         )
+        # A key past the end scores 0, and exp(0 - lse) may be infinite. That spoils rows of dK and dV that nobody
+        # stores, but every row of dQ. Where there are comparisons, a tile of keys with such a key is compared all along
+        # its walk; where there are none, the scores of such keys start at -inf.
+        MASKED = self.HAS_LOW or self.HAS_HIGH or not self.EDGES
+        STARTED = self.ADD_DQ and not MASKED
         if const_expr(self.ADD_DQ):
-            # A key past the end scores 0, and exp(0 - lse) may be infinite. That spoils rows of dK and dV that nobody
-            # stores, but every row of dQ.
             full_end = cutlass.select_(key_begin + self.BLOCK_N > len_k, 0, full_end)
 
         # P goes through shared memory unless its warp has all queries of a key.
         P_IN_REGISTERS = self.KEY_WARPS == self.WARPS
         QUERY_WARPS = self.WARPS // self.KEY_WARPS
         PART_M = self.BLOCK_M // self.PARTS
-        MASKED = self.HAS_LOW or self.HAS_HIGH or self.ADD_DQ or not self.EDGES
         element = mQ.element_type
         smem = SmemAllocator()
         sK = smem_tile(smem, element, self.BLOCK_N, self.BLOCK_D)
@@ -177,6 +179,9 @@ class DkdvKernel:
         q_t = Operand("B", mma, thread, sParts_t, IN_COLUMNS=True)  # [BLOCK_D, PART_M]
         do_t = Operand("B", mma, thread, sParts_t, IN_COLUMNS=True)
         where = Coordinates(mma, thread, self.BLOCK_N, PART_M)
+        start = [
+            cutlass.select_(key_begin + where.row0 + row < len_k, Float32(0.0), -Float32.inf) for row in where.rows
+        ]
         tStats = stats_by_column(mma, thread, sStats, self.BLOCK_N, PART_M)
         shift = cute.make_fragment_like(tStats[None, 0, 0])
         delta = cute.make_fragment_like(shift)
@@ -226,8 +231,12 @@ class DkdvKernel:
 
             for part in cutlass.range_constexpr(self.PARTS):
                 s_t = accumulator(mma, thread, self.BLOCK_N, PART_M)
-                gemm(mma, s_t, k, q, stage_b=(part, stage))
                 p_t = as_matrix(s_t)  # the same registers as rows and columns: scores now, P below
+                if const_expr(STARTED):
+                    for j in cutlass.range_constexpr(len(where.cols)):
+                        for i in cutlass.range_constexpr(len(where.rows)):
+                            p_t[i, j] = start[i]
+                gemm(mma, s_t, k, q, stage_b=(part, stage))
                 # The compiler makes selections of the branch, for every tile: of the 1143 instructions in this loop at
                 # D 64, causal, on the Ada path, 212 are selections and comparisons. `walks` would be loops over the
                 # tiles of each head inside one over the heads, and up to three copies of this long body: not measured.
