@@ -25,6 +25,6 @@ def one_of(what: str, names: Iterable[str], got: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type, and the first line of its text."""
-    lines = str(error).strip().splitlines()
+    """An exception as one line: its type, and the first line of its text; of a card out of memory, not who holds it."""
+    lines = str(error).strip().partition(". GPU ")[0].splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -7,28 +7,26 @@ and nothing of the size of the scores. What a launch takes beyond it is its extr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from common import Direction, Port, Problem
 
 from . import jobs
 from .baselines import BASELINES
 from .baselines.protocol import SPANS, Span
-from .bench_tables import SPAN_WORDS, title_of
 from .environment import Environment
 from .errors import UsageError, one_of
 from .isolation import Caller, Lost
 from .jobs import NAIVE, Footprint
+from .memory_tables import memory_tables
+from .reader import Record
 from .records import RecordFile, problem_fields, record_file
 from .schema import VERSION
 from .session import NOTHING_RAN, Request, Session, status_of
 from .suites import Case
-from .tables import Table, print_tables, problem_cells
+from .tables import print_tables
 from .trial import Check, together
-
-MEGA = 1e6
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,6 @@ class Cell:
         """Bytes beyond the formula."""
         return None if self.peak is None else self.peak - formula(self.case.problem, self.span)
 
-    def __str__(self) -> str:
-        if self.peak is not None and self.extra is not None:
-            verdict = "" if self.check is None else f" {self.check.verdict}"
-            return f"{self.peak / MEGA:.1f} ({self.extra / MEGA:+.1f}){verdict}"
-        return self.footprint.reason
-
 
 @dataclass
 class Memory:
@@ -96,7 +88,8 @@ class Memory:
     request: MemoryRequest
     session: Session
     file: RecordFile | None = None
-    cells: list[Cell] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
 
 
 def memory(
@@ -126,21 +119,21 @@ def memory(
                 for _ in session.for_each_case("measuring", lambda caller, case: _case(this, caller, case)):
                     pass
             finally:
-                print_tables(memory_tables(this), request.form)
-    checks = (cell.check for cell in this.cells if cell.check and cell.name in session.ports)
-    return status_of(session, checks, all_asked=all_asked)
+                print_tables(memory_tables(this.records), request.form)
+    return status_of(session, this.checks, all_asked=all_asked)
 
 
 def _case(this: Memory, caller: Caller, case: Case) -> None:
     names = (*this.session.ports, *this.request.baselines)
     checks = {(c.port, c.direction): c for name in names for c in this.session.check(caller, name, case)}
+    this.checks += [check for check in checks.values() if check.port in this.session.ports]
     for span in this.request.spans:
         for name in (NAIVE, *names):
             check = None if name == NAIVE else together(span, [checks[name, d] for d in SPANS[span]])
             cell = Cell(name, case, span, check, _footprint(this, caller, name, case, span, check))
-            this.cells.append(cell)
+            this.records.append(memory_record(this.session, cell))
             if this.file is not None:
-                this.file.write(memory_record(this.session, cell))
+                this.file.write(this.records[-1])
 
 
 def _footprint(this: Memory, caller: Caller, name: str, case: Case, span: Span, check: Check | None) -> Footprint:
@@ -154,41 +147,7 @@ def _footprint(this: Memory, caller: Caller, name: str, case: Case, span: Span, 
         return Footprint(None, f"FAIL: it {lost}")
 
 
-def memory_tables(this: Memory) -> list[Table]:
-    """A table for each direction: the formula, and the peak of each contestant with its extra."""
-    names = (NAIVE, *this.session.ports, *this.request.baselines)
-    tables = []
-    for span in this.request.spans:
-        rows: dict[tuple[str, Problem], dict[str, Cell]] = {}
-        for cell in this.cells:
-            if cell.span == span:
-                rows.setdefault((cell.case.id, cell.case.problem), {})[cell.name] = cell
-        table = Table(
-            f"Memory {SPAN_WORDS[span]}, {this.session.environment.path(this.session.target)}, suite "
-            f"{this.session.suite.name}: MB at the height of a launch, and in brackets beyond the formula",
-            ("B,H,D", "dtype", "N", "mask", "formula", *map(title_of, names)),
-            labels=4,
-        )
-        said: dict[str, str] = {}
-        for (_, problem), cells in rows.items():
-            shown = _once(said, [(name, str(cells[name]) if name in cells else "–") for name in names])
-            table.add(*problem_cells(problem), f"{formula(problem, span) / MEGA:.1f}", *shown)
-        table.notes.append(
-            "MB are 10^6 bytes of PyTorch's allocator, with what the launch is given. The formula: its inputs and "
-            "outputs, lse, and for a backward delta. naive: the plain attention, which holds the scores."
-        )
-        tables.append(table)
-    return tables
-
-
-def _once(said: dict[str, str], cells: Sequence[tuple[str, str]]) -> list[str]:
-    """The cells of a row; a reason that stands above is not said again, except what stands for a figure."""
-    shown = ["–" if said.get(name) == cell and cell != "out of memory" else cell for name, cell in cells]
-    said.update((name, cell) for name, cell in cells if not cell[0].isdigit())
-    return shown
-
-
-def memory_record(session: Session, cell: Cell) -> dict[str, Any]:
+def memory_record(session: Session, cell: Cell) -> Record:
     """The record of one cell."""
     case, check = cell.case, cell.check
     return {

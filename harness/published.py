@@ -1,22 +1,25 @@
 """The tables that the README quotes, generated from the records in `harness/results/`.
 
 Between `<!-- records: FILE… -->` and `<!-- /records -->` stands, in Markdown, what the records of these files say;
-between `<!-- summary: FILE… -->` and `<!-- /summary -->` only how fast the ports are beside their baseline; and between
-`<!-- ladder: FILE… -->` and `<!-- /ladder -->` only how they compare on a ladder. Nobody types a figure:
-`harness tables --write README.md` writes them, and a test fails when they differ. When a port's sources are no longer
-those that were measured, the table says so.
+other words than `records` take a part of it: `summary`, only how fast the ports are beside their baseline; `across`,
+only the tables of a bench that have everybody; `ladder`, only how the ports compare on a ladder; `matrix`, the checks
+of each port counted, and the ports beside each other. Nobody types a figure: `harness tables --write README.md` writes
+them, and a test fails when they differ. When a port's sources are no longer those that were measured, the table says
+so.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from .bench_tables import across_tables, changed_notes, grouped, path_of, provenance_notes, title_of
 from .compile import built_tables
 from .errors import UsageError
 from .ladder_tables import across_ladder, is_rung, ladder_tables
+from .matrix_tables import counted_tables
+from .memory_tables import memory_tables
 from .model_tables import model_tables
 from .reader import NothingToShow, Record, read_files, read_records
 from .records import problem_of
@@ -26,8 +29,9 @@ from .tables import Table, as_markdown, problem_cells
 from .timing import Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
-KINDS = ("check", "model", "roofline", "build")  # of the records that tables are made of
-_BLOCK = re.compile(r"(<!-- (records|summary|ladder): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+KEPT = sorted(RESULTS.glob("*.jsonl*"))  # plain, or packed by gzip
+KINDS = ("check", "memory", "model", "roofline", "build")  # of the records that tables are made of
+_BLOCK = re.compile(r"(<!-- (records|summary|across|ladder|matrix): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def read_tabled(paths: Sequence[Path]) -> list[Record]:
@@ -49,19 +53,29 @@ def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
     And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
-    records of a ladder, of a sweep, of rooflines and of models have tables of their own, and so have kernels that were
-    built only.
+    records of a ladder, of a sweep, of memory, of rooflines and of models have tables of their own, and so have kernels
+    that were built only.
     """
     records = list(records)
-    models, rooflines = ([record for record in records if record["kind"] == kind] for kind in ("model", "roofline"))
+    memories, models, rooflines = (
+        [r for r in records if r["kind"] == kind] for kind in ("memory", "model", "roofline")
+    )
     builds = untimed_builds(records)
     records = [record for record in records if record["kind"] == "check"]
-    timed = [record for record in records if record["samples"] and not is_rung(record) and not is_candidate(record)]
-    tables = [_table(rows) for rows in grouped(timed, "port").values()]
-    if any(len(record["samples"][0]["ms"]) > 2 for record in timed):
-        tables += across_tables(timed, {})
-    tables += ladder_tables(_timed_ladder(records), {}) + swept_tables(records)
+    tables = [_table(rows) for rows in grouped(_timed(records), "port").values()] + _across(records)
+    tables += ladder_tables(_timed_ladder(records), {}) + swept_tables(records) + memory_tables(memories)
     return tables + roofline_tables(rooflines, {}) + model_tables(models) + built_tables(builds)
+
+
+def _timed(records: Iterable[Record]) -> list[Record]:
+    """The timed records of runs and benches."""
+    return [record for record in records if record["samples"] and not is_rung(record) and not is_candidate(record)]
+
+
+def _across(records: Iterable[Record]) -> list[Table]:
+    """The tables across of a bench; none of runs, in which each port was timed beside one baseline."""
+    timed = _timed(records)
+    return across_tables(timed, {}) if any(len(record["samples"][0]["ms"]) > 2 for record in timed) else []
 
 
 def _timed_ladder(records: Iterable[Record]) -> list[Record]:
@@ -128,15 +142,27 @@ def summary_tables(records: Iterable[Record]) -> list[Table]:
     return tables
 
 
+def _across_noted(records: Iterable[Record]) -> list[Table]:
+    """The same where the tables of each port, which would say whose sources have changed, do not stand beside them."""
+    records = list(records)
+    tables = _across(records)
+    if tables:
+        tables[-1].notes += changed_notes(_timed(records))
+    return tables
+
+
 def _across_ladder(records: Iterable[Record]) -> list[Table]:
     return across_ladder(_timed_ladder(records), {})
 
 
-# What stands between markers of each kind: what makes the tables of records, and what these are of.
-MADE = {
-    "records": (record_tables, ""),
-    "summary": (summary_tables, " beside a baseline"),
-    "ladder": (_across_ladder, " of a ladder"),
+# What stands between markers of each word: what makes the tables, of records of which kinds, and what is missing where
+# there are none.
+MADE: dict[str, tuple[Callable[[Iterable[Record]], list[Table]], tuple[str, ...], str]] = {
+    "records": (record_tables, KINDS, "timings"),
+    "summary": (summary_tables, ("check",), "timings beside a baseline"),
+    "across": (_across_noted, ("check",), "timings of a bench"),
+    "ladder": (_across_ladder, ("check",), "timings of a ladder"),
+    "matrix": (counted_tables, ("check", "disagreement"), "checks of several ports"),
 }
 
 
@@ -145,11 +171,10 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     has nothing to show."""
 
     def generate(match: re.Match[str]) -> str:
-        make, of = MADE[match[2]]
-        kinds = KINDS if match[2] == "records" else ("check",)
+        make, kinds, wanting = MADE[match[2]]
         tables = make([record for name in match[3].split() for record in read_records(results / name, kinds)])
         if not tables:
-            raise UsageError(f"{match[3]} has no timings{of}")
+            raise UsageError(f"{match[3]} has no {wanting}")
         return match[1] + "\n".join(as_markdown(table) for table in tables) + match[4]
 
     return _BLOCK.sub(generate, text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ from .schema import record_fault
 Record = dict[str, Any]
 # Of a check: its timing.
 TIMED = ("samples", "host_us", "untimed", "baselines", "first_calls_s", "compile_s")
+PACKED = ".gz"
 Content = TypeVar("Content")
 
 
@@ -92,11 +95,12 @@ def _text(record: Record) -> str:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of a file, and what comes after the last end of a line."""
+    """The lines of a file, which gzip may have packed (`.gz`), and what comes after the last end of a line."""
     try:
-        return path.read_bytes().split(b"\n")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == PACKED else content).split(b"\n")
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        reason = (error.strerror or error) if isinstance(error, OSError) else error  # gzip's own have no strerror
         partial = path.with_name(path.name + ".partial") if path.name else path
         hint = f"; {partial} is there, of a run that ended early" if partial != path and partial.is_file() else ""
         raise UsageError(f"records {path} cannot be read: {reason}{hint}") from error

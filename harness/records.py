@@ -21,7 +21,7 @@ from .checks import TensorCheck, Worst
 from .errors import UsageError, complain
 from .inputs import InputSpec
 from .jobs import Disagreement
-from .reader import is_within
+from .reader import PACKED, is_within
 from .schema import VERSION, record_fault
 from .timing import Timing
 from .trial import Check
@@ -35,7 +35,7 @@ class RecordFile:
     Until then its lines are in `FILE.partial`, flushed one by one; a run that ends early leaves them there, and an
     earlier file of the name as it was. One that ends before its first record leaves an earlier FILE.partial too, which
     may be what it resumed. What ended it gets a note that says so. Raises UsageError when the place cannot be written
-    to, or what is there is no regular file.
+    to, what is there is no regular file, or the name ends in `.gz`: lines that are flushed one by one are plain.
 
     resumes: records were read to go on from, and none is to be lost. Then FILE.partial and FILE are not written over:
     they stay beside the new file, as `FILE.before`, unless that has each of their records in the end. use: what is
@@ -46,6 +46,8 @@ class RecordFile:
         self.path = path
         self._resumes, self._use = resumes, use
         self._aside: Path | None = None
+        if path.suffix == PACKED:
+            raise UsageError(f"--json {path} cannot be written: records are plain lines; gzip can pack them afterwards")
         # Before anything is opened: a pipe would wait for a reader, and the end would replace a device by a file.
         for place in (path, path.with_name(path.name + ".partial") if path.name else path):
             check_place(path, place)
@@ -63,7 +65,7 @@ class RecordFile:
         if wrong is not None:
             raise ValueError(f"a record that its schema does not allow: {wrong}")
         self._begin()
-        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
         self._file.flush()
 
     def _begin(self) -> None:

@@ -302,7 +302,8 @@ class CudaStopwatch:
         host_us = (time.perf_counter() - begun) * 1e6
         self._wait()
         del result  # not earlier: the memory is the launch's until it is done
-        return Attempt(Sample(start.elapsed_time(end), late), host_us)
+        # To the nanosecond, which is finer than the events' clock, so that records are no longer than what they say.
+        return Attempt(Sample(round(start.elapsed_time(end), 6), late), host_us)
 
     def sensors(self) -> Sensors:
         """The sensors, now."""

@@ -102,7 +102,7 @@ def test_one_head_may_be_left_out() -> None:
     assert [trial.check(d).verdict for d in ("forward", "backward")] == ["pass", "pass"]  # type: ignore[arg-type]
 
 
-def test_a_baseline_that_is_wrong_or_raises_fails_and_one_that_refuses_is_unsupported() -> None:
+def test_a_baseline_that_is_wrong_or_raises_fails_and_one_that_refuses_or_does_not_fit_is_unsupported() -> None:
     problem = PROBLEMS[1]
     x = make_inputs(problem, InputSpec(), seed=0, device=CPU)
 
@@ -116,12 +116,17 @@ def test_a_baseline_that_is_wrong_or_raises_fails_and_one_that_refuses_is_unsupp
         def attention(self, problem: Problem, device: torch.device) -> Any:
             return lambda q, k, v: q * 2
 
+    class Large(Odd):
+        def attention(self, problem: Problem, device: torch.device) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 GiB. GPU 0 has a total capacity")
+
     def verdict(baseline: Baseline) -> tuple[str, str]:
         check = Trial(baseline, problem, x, Truth(problem, x), target=ADA).check("forward")
         return check.verdict, check.reason
 
     assert verdict(Odd()) == ("fail", "raised RuntimeError: no kernel for this card")
     assert verdict(Wrong()) == ("fail", "")
+    assert verdict(Large()) == ("unsupported", "out of memory")
     assert verdict(BASELINES["sdpa_cudnn"])[0] == "unsupported"
 
 

@@ -119,6 +119,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
                 ("/dev/null", "--json /dev/null cannot be written: it is a device, no regular file"),
                 ("x" * 400, "cannot be written: File name too long"),
                 ("x" * 250, "cannot be written: File name too long"),
+                ("x.jsonl.gz", "--json x.jsonl.gz cannot be written: records are plain lines; gzip can pack them"),
             )
         ),
         (("doctor", "--json", "/dev/null"), "--json /dev/null cannot be written: it is a device, no regular file"),
@@ -551,11 +552,12 @@ def test_inputs_that_do_not_fit_cost_their_own_case(
 ) -> None:
     def too_large(problem: Problem, *arguments: object, **options: object) -> None:
         if problem.head_dim == 256:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13 GiB")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13 GiB. GPU 0 has others on it")
         return make_inputs(problem, *arguments, **options)  # type: ignore[arg-type, return-value]
 
     monkeypatch.setattr(jobs, "make_inputs", too_large)
     assert run(request("reference", only="head-dims"), CPU) == 0
     out = capsys.readouterr().out
-    assert "not checked, the inputs or the oracle raised OutOfMemoryError: CUDA out of memory" in out
+    assert "the inputs or the oracle raised OutOfMemoryError: CUDA out of memory. Tried to allocate 13 GiB" in out
+    assert "others on it" not in out
     assert "8 pass, 0 fail, 2 unsupported" in out

@@ -128,7 +128,7 @@ def test_cells_of_one_file_only_are_counted(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_code_paths_of_one_card_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    native, ada = RESULTS / "walkthrough-triton-h200.jsonl", RESULTS / "walkthrough-triton-ada-path-h200.jsonl"
+    native, ada = RESULTS / "walkthrough-triton-h200.jsonl.gz", RESULTS / "walkthrough-triton-ada-path-h200.jsonl.gz"
     assert run(native, ada) == 1
     assert "triton forward, NVIDIA H200, then ada path on NVIDIA H200:" in capsys.readouterr().out
 

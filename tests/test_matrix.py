@@ -12,8 +12,10 @@ import torch
 from common import Port, Unsupported
 from harness.cli import main
 from harness.environment import CPU
+from harness.errors import UsageError
 from harness.jobs import Setting, Stand, disagreements
 from harness.matrix import matrix
+from harness.published import with_tables
 from harness.session import Request
 from harness.suites import load_suite
 from reference.port import ReferencePort
@@ -64,6 +66,19 @@ def test_ports_that_are_right_are_within_a_few_units_of_each_other(
     assert [r["kind"] for r in records] == ["check"] * 4 + ["disagreement"] * 5
     assert records[4]["ports"] == ["reference", "triton"]
     assert records[4]["sources"]["reference"] == records[0]["sources"]
+
+
+def test_records_of_a_matrix_are_counted_by_suite_and_port(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    fake = Named("triton", "delta without dlse")
+    assert matrix(request("reference", "triton", json=path), CPU, all_asked=True, open_port=ports(triton=fake)) == 1
+    text = with_tables(f"<!-- matrix: {path} -->\n<!-- /matrix -->")
+    assert "| quick | reference | 1 | 2 | 0 | 0 | 0." in text
+    assert "| quick | triton | 1 | 1 | 1 | 0 | " in text
+    assert "Ports beside each other: the largest disagreement" in text
+    matrix(request("reference", json=path), CPU, all_asked=True, open_port=ports())
+    with pytest.raises(UsageError, match=r"x\.jsonl has no checks of several ports"):
+        with_tables(f"<!-- matrix: {path} -->\n<!-- /matrix -->")
 
 
 def test_a_wrong_element_is_a_fail_and_the_place_where_ports_disagree(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,10 +57,20 @@ def test_peak_and_extra_stand_beside_the_formula_and_out_of_memory_is_a_cell(
     assert (naive[113]["peak_bytes"], naive[113]["reason"]) == (None, "out of memory")
     assert naive[5]["peak_bytes"] > naive[5]["formula_bytes"]
     out = capsys.readouterr().out
-    assert "Memory forward, the CPU, suite quick" in out
+    assert "Memory forward, ada path on the CPU, suite quick" in out
     assert rows(out.partition("\n\n")[0])["1,2,64"][3:6] != ["out of memory"] * 3
     assert "out of memory" in out
     assert " (+1.0) pass" in out
+
+
+def test_tables_shows_the_records_as_the_command_did(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    memory(request(json=path, only="corners"), CPU, ports())
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["tables", str(path)])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_what_failed_its_check_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 import common
 from harness.cli import main
+from harness.errors import UsageError
 from harness.provenance import folder_hash, sources_hash
-from harness.published import KINDS, RESULTS, record_tables, summary_tables, with_tables, write_tables
+from harness.published import KEPT, KINDS, RESULTS, record_tables, summary_tables, with_tables, write_tables
 from harness.reader import read_records, upgraded
 from harness.records import problem_fields, problem_of
 from harness.suites import load_suite
@@ -21,8 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def record(**changed: Any) -> dict[str, Any]:
     """A record of four rounds, on Ada's path of an H200."""
-    first = (RESULTS / "walkthrough-triton-h200.jsonl").read_text().splitlines()[0]
-    kept = json.loads(first)
+    kept = read_records(RESULTS / "walkthrough-triton-h200.jsonl.gz", ("check",))[0]
     problem = kept["problem"] | {"heads_kv": 2, "mask": {"left": None, "right": 0, "corner": "bottom_right"}}
     sample = kept["samples"][0] | {"ms": {"triton": 0.02, "sdpa_flash": 0.03}}
     figures = {"flops": 4 * 10**9, "host_us": {"triton": 20.0, "sdpa_flash": 25.0}, "samples": [sample] * 4}
@@ -44,14 +44,14 @@ def test_the_readme_says_what_the_records_say() -> None:
 
 
 def test_every_kept_record_passed_its_check_on_a_named_card() -> None:
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        for r in read_records(path, KINDS):
+    for path in KEPT:
+        records = read_records(path, KINDS)
+        is_timed = any(r.get("samples") for r in records)  # unlike those of a matrix
+        for r in records:
             assert r["provenance"]["card"]
-            if r["kind"] == "model":
-                assert r["verdict"] == "pass" or r["reason"] == "out of memory"
-            else:
-                assert r["verdict"] == "pass"
-                assert r["samples"]
+            assert r["verdict"] != "fail" or r["reason"] == "out of memory"
+            assert r["verdict"] != "unsupported" or r["reason"]
+            assert r["verdict"] != "pass" or r["kind"] not in ("check", "roofline") or bool(r["samples"]) == is_timed
 
 
 def test_a_table_names_the_path_the_card_and_the_figures(tmp_path: Path) -> None:
@@ -92,6 +92,20 @@ def test_a_summary_has_a_column_for_each_port_and_path_and_says_who_has_changed(
     assert [row[2:] for row in table.rows] == [("512", "causal", "150.0", "150.0"), ("1024", "causal", "150.0", "–")]
     assert table.notes == ["The sources of triton or of `common` have changed since this was measured."]
     assert summary_tables([ours | {"samples": None}]) == []
+
+
+def test_a_bench_has_the_tables_across_alone_too(tmp_path: Path) -> None:
+    kept = upgraded(record(sources="0" * 64))
+    ms = {"triton": 0.02, "sdpa_flash": 0.03, "flex": 0.04}
+    beside = [{"port": name, "verdict": "pass", "reason": ""} for name in ("sdpa_flash", "flex")]
+    samples = [sample | {"ms": ms} for sample in kept["samples"]]
+    path = written(tmp_path, kept | {"samples": samples, "host_us": dict.fromkeys(ms, 9.0), "baselines": beside})
+    text = with_tables(f"<!-- across: {path} -->\n<!-- /across -->")
+    assert text.count("| B,H,D |") == 1
+    assert "| 200.0 pass | 133.3 pass | 100.0 pass |" in text
+    assert "The sources of triton or of `common` have changed" in text
+    with pytest.raises(UsageError, match=r"x\.jsonl has no timings of a bench"):
+        with_tables(f"<!-- across: {written(tmp_path, kept)} -->\n<!-- /across -->")
 
 
 def test_the_hash_of_a_folder_is_that_of_its_port() -> None:

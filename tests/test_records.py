@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import math
 import random
@@ -15,7 +16,7 @@ import pytest
 
 from harness.cli_options import records_file
 from harness.errors import UsageError
-from harness.published import RESULTS
+from harness.published import KEPT
 from harness.reader import read_records, resumed_records, upgraded
 from harness.records import SHOWN, RecordFile
 from harness.schema import ANNOTATIONS, KEYWORDS, VERSION, fault, record_fault, record_schema
@@ -133,12 +134,12 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_the_kept_records_are_valid_and_so_is_what_becomes_of_them() -> None:
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+    for path in KEPT:
+        records, note = resumed_records(path)  # which holds each to the schema of its version
+        assert not note
+        for record in records:
             assert record_fault(record) is None
-            assert record_fault(upgraded(record)) is None
-            assert upgraded(record)["schema"] == VERSION
+            assert record["schema"] == VERSION
 
 
 def test_a_record_of_version_1_reads_as_one_of_today(tmp_path: Path) -> None:
@@ -221,6 +222,19 @@ def test_what_an_interrupted_run_left_is_read_without_its_unfinished_line(tmp_pa
     path.write_bytes(line[:100] + b"\n" + line)
     with pytest.raises(UsageError, match="line 1 is no JSON"):
         resumed_records(path)
+
+
+def test_a_file_that_gzip_has_packed_is_read_as_it_was(tmp_path: Path) -> None:
+    plain = written(tmp_path / "x.jsonl", current(), current())
+    packed = tmp_path / "x.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_records(packed, ("check",)) == read_records(plain, ("check",))
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(UsageError, match=r"x\.jsonl\.gz cannot be read: Compressed file ended"):
+        read_records(packed, ("check",))
+    packed.write_bytes(plain.read_bytes())
+    with pytest.raises(UsageError, match=r"x\.jsonl\.gz cannot be read: Not a gzipped file"):
+        read_records(packed, ("check",))
 
 
 def test_what_is_not_there_is_told_with_the_interrupted_file_beside_it(tmp_path: Path) -> None:

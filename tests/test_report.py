@@ -16,7 +16,7 @@ from harness.cli import main
 from harness.environment import CPU
 from harness.matrix import matrix
 from harness.provenance import folder_hash
-from harness.published import RESULTS
+from harness.published import KEPT, RESULTS
 from harness.records import problem_fields
 from harness.report.runs import read_runs
 from harness.report.times import rows_of
@@ -223,7 +223,7 @@ def test_without_files_it_takes_the_kept_records(tmp_path: Path, capsys: pytest.
     assert stop.value.code == 0
     assert capsys.readouterr().out.startswith(f"{out}: written, from ")
     text = out.read_text()
-    assert all(path.name in text for path in RESULTS.glob("*.jsonl"))
+    assert all(path.name in text for path in KEPT)
     assert "2026-11-30" in text
 
 

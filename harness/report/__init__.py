@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UsageError
-from ..published import RESULTS
+from ..published import KEPT, RESULTS
 from ..records import check_place
 from .page import page
 from .runs import read_runs
@@ -25,7 +25,7 @@ def report(paths: Sequence[Path], out: Path) -> str:
     The page takes its name when it is complete: what goes wrong before leaves an earlier one as it was. Raises
     UsageError for files of which none has anything, and for a place that cannot be written to.
     """
-    paths = list(paths) or sorted(RESULTS.glob("*.jsonl"))
+    paths = list(paths) or KEPT
     if not paths:
         raise UsageError(f"there are no records in {RESULTS}: give files that --json has written")
     partial = out.with_name(out.name + ".partial") if out.name else out

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from ..bench_tables import SPAN_WORDS
-from ..memory import MEGA
+from ..memory_tables import MEGA
 from ..reader import Record
 from ..records import problem_of
 from ..tables import Table, problem_cells

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common import Problem
 
-from ..matrix import verdict_cell
+from ..matrix_tables import verdict_cell
 from ..reader import Record
 from ..records import check_of, problem_of, timing_of
 from ..timing import Ratio, Timing

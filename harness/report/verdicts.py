@@ -7,17 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..checks import RULE
-from ..inputs import InputSpec
-from ..matrix import Row, pairs_table, places_table, verdict_cell
+from ..matrix_tables import VERDICTS, pairs_table, places_table, rows_of, verdict_cell
 from ..reader import Record
-from ..records import check_of, disagreement_of, problem_of
-from ..suites import Case
+from ..records import check_of, problem_of
 from ..tables import Table
 from ..trial import Check
 from .runs import Facets, Run, facets_of, origins
 from .tables import PageTable, page_table
-
-COUNTED = ("pass", "fail", "unsupported")
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ def _about(record: Record) -> str:
 
 def _count(port: str, records: Sequence[Record]) -> str:
     seen = Counter(record["verdict"] for record in records)
-    told = ", ".join(f"{seen[verdict]} {verdict}" for verdict in COUNTED)
+    told = ", ".join(f"{seen[verdict]} {verdict}" for verdict in VERDICTS)
     problems = {(record["suite"], record["case"], record["problem"]["id"]) for record in records}
     return f"{port}: {len(records)} checks of {len(problems)} problems: {told}"
 
@@ -142,18 +138,7 @@ def _cell(check: Check) -> str:
 
 def _apart(run: Run, ports: Sequence[str]) -> list[Table]:
     """Ports × ports, and where each two are furthest apart; none where they were not compared."""
-    rows: dict[tuple[str, str, str], Row] = {}
-    for record in run.records:
-        if record["kind"] not in ("check", "disagreement") or record["direction"] == "both":
-            continue
-        key = record["suite"], record["case"], record["problem"]["id"]
-        case = Case(record["case"], problem_of(record["problem"]), InputSpec(**record["inputs"]), why="")
-        row = rows.setdefault(key, Row(case, []))
-        if record["kind"] == "check":
-            row.checks.append(check_of(record))
-        else:
-            row.apart.append(disagreement_of(record))
-    if not any(row.apart for row in rows.values()):
+    rows = rows_of(run.records)
+    if not any(row.apart for row in rows):
         return []
-    told = list(rows.values())
-    return [pairs_table(ports, told), places_table(ports, told)]
+    return [pairs_table(ports, rows), places_table(ports, rows)]
