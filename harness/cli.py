@@ -70,8 +70,9 @@ def tables_command(
 ) -> None:
     """Print the tables that files of records make, or write those that a text quotes.
 
-    A text quotes files of harness/results between <!-- records: FILE… --> and <!-- /records -->, or, how the ports
-    compare on a ladder, between <!-- ladder: FILE… --> and <!-- /ladder -->.
+    A text quotes files of harness/results between two lines, <!-- records: FILE… --> and <!-- /records -->. Other words
+    quote a part: summary, how fast the ports are beside their baseline; across, of a bench the tables with everybody;
+    ladder, how the ports compare on one; matrix, the checks counted.
 
     Of a sweep without a GPU, as of compile, the kernels that were built are told. A file that has nothing for a table
     is told and left out.

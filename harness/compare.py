@@ -23,9 +23,10 @@ import numpy as np
 from .bench_tables import path_of
 from .errors import UsageError
 from .options import TOLERANCE_PERCENT, Format
-from .reader import Record, read_records
+from .reader import Record
 from .records import problem_of, record_file
 from .schema import VERSION
+from .sound import sound_records
 from .tables import Table, print_tables, problem_cells
 from .timing import RESAMPLES, Ratio, Timing
 
@@ -67,7 +68,7 @@ def compare(
     Where a file has a cell twice, the later record counts. Raises UsageError when a file holds no records of checks, or
     the two have no cell in common.
     """
-    files = [read_records(path, ("check",)) for path in paths]
+    files = [sound_records(path, ("check",)) for path in paths]
     # Cards and code paths can be compared as well, unless a file holds several of them.
     by = KEY if all(len({r["target"]["name"] for r in records}) == 1 for records in files) else (*KEY, "target")
     before, after = ({json.dumps([r[name] for name in by], sort_keys=True): r for r in records} for records in files)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common import port_package
+from common import port_names, port_package
 
 PACKAGES = {
     "torch": "torch",
@@ -101,8 +101,11 @@ def folder_hash(package: Path) -> str:
 
 
 def have_changed(port: str, sources: str | None) -> bool:
-    """Whether the sources of the port of that name, or those of `common`, are no longer the ones of this hash."""
-    return sources != folder_hash(ROOT / port_package(port))
+    """Whether the sources of the port of that name, or those of `common`, are no longer the ones of this hash.
+
+    Of a port that is not known here nothing can be told.
+    """
+    return port in port_names() and sources != folder_hash(ROOT / port_package(port))
 
 
 def provenance(device: torch.device, *, interpreted: bool) -> dict[str, Any]:

@@ -14,24 +14,25 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from .bench_tables import across_tables, changed_notes, grouped, path_of, provenance_notes, title_of
+from .bench_tables import SPAN_WORDS, across_tables, changed_notes, grouped, path_of, provenance_notes, title_of
 from .compile import built_tables
 from .errors import UsageError
 from .ladder_tables import across_ladder, is_rung, ladder_tables
 from .matrix_tables import counted_tables
 from .memory_tables import memory_tables
 from .model_tables import model_tables
-from .reader import NothingToShow, Record, read_files, read_records
+from .reader import NothingToShow, Record, read_files
 from .records import problem_of
 from .roofline_tables import roofline_tables
+from .sound import sound_records
 from .sweep_tables import is_candidate, swept_tables, untimed_builds
 from .tables import Table, as_markdown, problem_cells
 from .timing import Timing, speed_cells
 
 RESULTS = Path(__file__).with_name("results")
 KEPT = sorted(RESULTS.glob("*.jsonl*"))  # plain, or packed by gzip
-KINDS = ("check", "memory", "model", "roofline", "build")  # of the records that tables are made of
-_BLOCK = re.compile(r"(<!-- (records|summary|across|ladder|matrix): (\S+(?: \S+)*) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+KINDS = ("check", "disagreement", "memory", "model", "roofline", "build")  # of the records that tables are made of
+_MARKER = re.compile(r"^<!-- (?:(\w+): (\S+(?: \S+)*)|/(\w+)) -->$", re.MULTILINE)
 
 
 def read_tabled(paths: Sequence[Path]) -> list[Record]:
@@ -41,7 +42,7 @@ def read_tabled(paths: Sequence[Path]) -> list[Record]:
     """
 
     def read(path: Path) -> list[Record]:
-        records = read_records(path, KINDS)
+        records = sound_records(path, KINDS)
         if not record_tables(records):
             raise NothingToShow(f"{path} holds no timings, which come from a GPU")
         return records
@@ -53,18 +54,16 @@ def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
     And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
-    records of a ladder, of a sweep, of memory, of rooflines and of models have tables of their own, and so have kernels
-    that were built only.
+    records of a matrix, a ladder, a sweep, of memory, of rooflines and of models have tables of their own, and so have
+    kernels that were built only.
     """
     records = list(records)
-    memories, models, rooflines = (
-        [r for r in records if r["kind"] == kind] for kind in ("memory", "model", "roofline")
-    )
-    builds = untimed_builds(records)
-    records = [record for record in records if record["kind"] == "check"]
-    tables = [_table(rows) for rows in grouped(_timed(records), "port").values()] + _across(records)
-    tables += ladder_tables(_timed_ladder(records), {}) + swept_tables(records) + memory_tables(memories)
-    return tables + roofline_tables(rooflines, {}) + model_tables(models) + built_tables(builds)
+    of = {kind: [record for record in records if record["kind"] == kind] for kind in KINDS}
+    tables = counted_tables(of["check"] + of["disagreement"])
+    tables += [_table(rows) for rows in grouped(_timed(of["check"]), "port").values()] + _across(of["check"])
+    tables += ladder_tables(_timed_ladder(of["check"]), {}) + swept_tables(of["check"]) + memory_tables(of["memory"])
+    tables += roofline_tables(of["roofline"], {}) + model_tables(of["model"])
+    return tables + built_tables(untimed_builds(records))
 
 
 def _timed(records: Iterable[Record]) -> list[Record]:
@@ -98,6 +97,11 @@ def _table(records: list[Record]) -> Table:
     for record in records:
         table.add(*_cells(record, port, baseline))
     table.notes += provenance_notes(records)
+    throttled = sum(_timing(record).throttled for record in records)
+    if throttled:
+        reasons = sorted({why for r in records for sample in r["samples"] for why in sample["sensors"]["throttled"]})
+        rounds = sum(len(record["samples"]) for record in records)
+        table.notes.append(f"In {throttled} of {rounds} rounds the card held its clocks down ({', '.join(reasons)}).")
     for record in records:
         timing = _timing(record)
         for name in (name for name in (port, baseline) if name and timing.late(name)):
@@ -119,7 +123,10 @@ def _timing(record: Record) -> Timing:
 
 
 def summary_tables(records: Iterable[Record]) -> list[Table]:
-    """One table a direction: how fast each port was on each path, in % of the baseline that it was timed beside."""
+    """One table a direction: how fast each port was on each path, in % of the baseline that it was timed beside.
+
+    The card is in the title where it is the same for all, and a path is named where it is not the card's own.
+    """
     timed = [record for record in records if record["samples"] and record["baselines"] and not is_rung(record)]
     tables = []
     for direction in dict.fromkeys(record["direction"] for record in timed):
@@ -131,8 +138,10 @@ def summary_tables(records: Iterable[Record]) -> list[Table]:
             percent = speed_cells(_timing(record), record["port"], baseline, record["flops"])[4]
             cells = rows.setdefault(problem_cells(problem_of(record["problem"])), {})
             cells[record["port"], path_of(record)] = percent
-        title = f"{direction}, in % of the speed of {title_of(members[0]['baselines'][0]['port'])}"
-        heads = (f"{port}, {path}" for port, path in columns)
+        cards = {record["provenance"]["card"] for record in members}
+        ending = f" on {next(iter(cards))}" if len(cards) == 1 else ""
+        title = f"{SPAN_WORDS[direction]}{ending}, in % of the speed of {title_of(members[0]['baselines'][0]['port'])}"
+        heads = (f"{port}, {path}".removesuffix(ending).removesuffix(f", {ending[4:]}") for port, path in columns)
         table = Table(title, ("B,H,D", "dtype", "N", "mask", *heads), labels=4)
         for labels, cells in rows.items():
             table.add(*labels, *(cells.get(column, "–") for column in columns))
@@ -167,28 +176,54 @@ MADE: dict[str, tuple[Callable[[Iterable[Record]], list[Table]], tuple[str, ...]
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
-    """The text with what stands between its markers generated anew. Raises UsageError for a file that is not there, or
-    has nothing to show."""
+    """The text with what stands between its markers generated anew.
 
-    def generate(match: re.Match[str]) -> str:
-        make, kinds, wanting = MADE[match[2]]
-        tables = make([record for name in match[3].split() for record in read_records(results / name, kinds)])
+    Raises UsageError for a marker of another word, or without its other one before the next, and for a file that is not
+    there, or has nothing to show.
+    """
+    parts, done = [], 0
+    for opening, closing in _blocks(text):
+        make, kinds, wanting = MADE[opening[1]]
+        names = dict.fromkeys(opening[2].split())
+        tables = make([record for name in names for record in sound_records(results / name, kinds)])
         if not tables:
-            raise UsageError(f"{match[3]} has no {wanting}")
-        return match[1] + "\n".join(as_markdown(table) for table in tables) + match[4]
+            raise UsageError(f"{opening[2]} has no {wanting}")
+        parts += [text[done : opening.end()], "\n", "\n".join(as_markdown(table) for table in tables)]
+        done = closing.start()
+    return "".join(parts) + text[done:]
 
-    return _BLOCK.sub(generate, text)
+
+def _blocks(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
+    """The pairs of markers, each on a line of its own."""
+    blocks = []
+    markers = iter(_MARKER.finditer(text))
+    for opening in markers:
+        word = opening[1] or opening[3]
+        if word not in MADE:
+            raise UsageError(f"{_place(text, opening)}: tables are quoted by the words {', '.join(MADE)}, not {word}")
+        closing = next(markers, None)
+        if opening[1] is None or closing is None or closing[3] != word:
+            raise UsageError(
+                f"{_place(text, opening)} has no marker of its own that {'closes' if opening[1] else 'opens'} it"
+            )
+        blocks.append((opening, closing))
+    return blocks
+
+
+def _place(text: str, marker: re.Match[str]) -> str:
+    return f"line {text.count(chr(10), 0, marker.start()) + 1}, {marker[0]}"
 
 
 def write_tables(path: Path) -> bool:
-    """Writes a file's tables anew; whether it changed. Raises UsageError for a file without markers."""
+    """Writes a file's tables anew; whether it changed. Raises UsageError for a file without markers, or with odd ones,
+    which it leaves alone."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"--write {path} cannot be read: {reason}") from error
-    if not _BLOCK.search(text):
-        raise UsageError(f"{path} has no <!-- records: FILE --> and <!-- /records -->")
+    if not _MARKER.search(text):
+        raise UsageError(f"{path} has no lines <!-- records: FILE --> and <!-- /records --> (or {', '.join(MADE)})")
     fresh = with_tables(text)
     if fresh != text:
         path.write_text(fresh, encoding="utf-8")

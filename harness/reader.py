@@ -15,7 +15,7 @@ from .schema import record_fault
 Record = dict[str, Any]
 # Of a check: its timing.
 TIMED = ("samples", "host_us", "untimed", "baselines", "first_calls_s", "compile_s")
-PACKED = ".gz"
+PACKED = b"\x1f\x8b"  # how what gzip has packed begins
 Content = TypeVar("Content")
 
 
@@ -95,10 +95,10 @@ def _text(record: Record) -> str:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of a file, which gzip may have packed (`.gz`), and what comes after the last end of a line."""
+    """The lines of a file, which gzip may have packed, and what comes after the last end of a line."""
     try:
         content = path.read_bytes()
-        return (gzip.decompress(content) if path.suffix == PACKED else content).split(b"\n")
+        return (gzip.decompress(content) if content.startswith(PACKED) else content).split(b"\n")
     except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error  # gzip's own have no strerror
         partial = path.with_name(path.name + ".partial") if path.name else path

@@ -21,7 +21,7 @@ from .checks import TensorCheck, Worst
 from .errors import UsageError, complain
 from .inputs import InputSpec
 from .jobs import Disagreement
-from .reader import PACKED, is_within
+from .reader import is_within
 from .schema import VERSION, record_fault
 from .timing import Timing
 from .trial import Check
@@ -46,8 +46,8 @@ class RecordFile:
         self.path = path
         self._resumes, self._use = resumes, use
         self._aside: Path | None = None
-        if path.suffix == PACKED:
-            raise UsageError(f"--json {path} cannot be written: records are plain lines; gzip can pack them afterwards")
+        if path.suffix == ".gz":
+            raise UsageError(f"records are written as plain lines: give --json another name than {path}")
         # Before anything is opened: a pipe would wait for a reader, and the end would replace a device by a file.
         for place in (path, path.with_name(path.name + ".partial") if path.name else path):
             check_place(path, place)

@@ -119,7 +119,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
                 ("/dev/null", "--json /dev/null cannot be written: it is a device, no regular file"),
                 ("x" * 400, "cannot be written: File name too long"),
                 ("x" * 250, "cannot be written: File name too long"),
-                ("x.jsonl.gz", "--json x.jsonl.gz cannot be written: records are plain lines; gzip can pack them"),
+                ("x.jsonl.gz", "records are written as plain lines: give --json another name than x.jsonl.gz"),
             )
         ),
         (("doctor", "--json", "/dev/null"), "--json /dev/null cannot be written: it is a device, no regular file"),

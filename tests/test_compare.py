@@ -122,7 +122,7 @@ def test_cells_of_one_file_only_are_counted(tmp_path: Path, capsys: pytest.Captu
     after = written(tmp_path / "b.jsonl", timed(0.02))
     assert run(before, after) == 0
     assert f"1 of 2 cells are in {before} only." in capsys.readouterr().out
-    other = written(tmp_path / "c.jsonl", timed(0.02, port="reference"))
+    other = written(tmp_path / "c.jsonl", timed(0.02, port="sdpa_flash"))
     assert run(after, other) == 2
     assert "have no port, problem and direction in common" in capsys.readouterr().err
 

@@ -232,8 +232,8 @@ def test_a_file_that_gzip_has_packed_is_read_as_it_was(tmp_path: Path) -> None:
     packed.write_bytes(packed.read_bytes()[:-9])
     with pytest.raises(UsageError, match=r"x\.jsonl\.gz cannot be read: Compressed file ended"):
         read_records(packed, ("check",))
-    packed.write_bytes(plain.read_bytes())
-    with pytest.raises(UsageError, match=r"x\.jsonl\.gz cannot be read: Not a gzipped file"):
+    packed.write_bytes(b"\x1f\x8b nothing of the kind")
+    with pytest.raises(UsageError, match=r"x\.jsonl\.gz cannot be read: "):
         read_records(packed, ("check",))
 
 

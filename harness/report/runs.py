@@ -11,17 +11,13 @@ import common
 from common import DTYPE_NAMES, Problem
 
 from ..bench_tables import path_of
-from ..errors import UsageError, one_line
-from ..inputs import InputSpec
 from ..names import grid_of, own_name
 from ..provenance import have_changed, in_words
-from ..reader import NothingToShow, Record, read_files, read_records
-from ..records import check_of, disagreement_of, problem_of
-from ..roofline_records import ROLES
+from ..reader import NothingToShow, Record, read_files
+from ..records import problem_of
+from ..sound import sound_records
 
 KINDS = ("check", "disagreement", "memory", "roofline", "model")
-MOST = 1e9  # no kernel takes as many ms, and no card reaches as many GB/s or TFLOP/s
-LEAST_MS = 1e-6  # no launch takes less than a nanosecond
 CELL = (
     *("kind", "suite", "case", "problem", "inputs", "direction", "port", "ports", "contestant", "tensor"),
     *("compiled", "model", "weights", "text", "steps"),
@@ -57,9 +53,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     for path, found in read_files(paths, _shown):
         by_path: dict[str, dict[str, Record]] = {}
         for record in found:
-            wrong = _fault(record)
-            if wrong is not None:
-                raise UsageError(f"{path} holds a record that cannot be shown: {wrong}")
             cell = json.dumps([record.get(name) for name in CELL], sort_keys=True)
             by_path.setdefault(path_of(record), {})[cell] = record
         file = path.name if names.count(path.name) == 1 else str(path)
@@ -69,63 +62,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _shown(path: Path) -> list[Record]:
     """The records of a file that a report shows; no candidates of a sweep, each a tile among fifty."""
-    found = [record for record in read_records(path, KINDS) if not grid_of(record.get("port", ""))]
+    found = [record for record in sound_records(path, KINDS) if not grid_of(record.get("port", ""))]
     if not found:
         raise NothingToShow(f"{path} holds the candidates of a sweep only, which harness tables shows")
     return found
-
-
-def _fault(record: Record) -> str | None:
-    """What is wrong with a record beyond its schema: values that contradict each other, or that no machine gives."""
-    try:
-        problem_of(record["problem"])
-        InputSpec(**record["inputs"])
-        if record["kind"] == "check":
-            check_of(record)
-            return _timing_fault(record) if record["samples"] else None
-        if record["kind"] == "roofline":
-            return _roofline_fault(record)
-        if record["kind"] == "disagreement":
-            disagreement_of(record)
-        if record["kind"] == "memory":
-            _ = [float(record[name] or 0) for name in ("peak_bytes", "extra_bytes", "formula_bytes")]
-        if record["kind"] == "model":
-            return _model_fault(record)
-    except (ValueError, TypeError, OverflowError) as error:
-        return one_line(error)
-    return None
-
-
-def _model_fault(record: Record) -> str | None:
-    wanted = {0, record["steps"]} if record["verdict"] != "pass" else {record["steps"]}
-    if len(record["losses"]) not in wanted:
-        return f"{len(record['losses'])} losses of {record['steps']} steps"
-    return None
-
-
-def _timing_fault(record: Record) -> str | None:
-    contestants = set(record["host_us"] or ())
-    if record["port"] not in contestants:
-        return f"samples without {record['port']}"
-    if any(set(sample["ms"]) != contestants for sample in record["samples"]):
-        return "samples of which not all have a time of every contestant"
-    if min(min(sample["ms"].values()) for sample in record["samples"]) < LEAST_MS or float(record["flops"]) < 1:
-        return "a timing of nothing"
-    return None
-
-
-def _roofline_fault(record: Record) -> str | None:
-    kernels, roles = record["kernels"], ROLES[record["direction"]]
-    if len(kernels) not in (0, len(roles)):
-        return f"{len(kernels)} kernels of a {record['direction']}"
-    ceilings = record["ceilings"] or {"copy_gbs": None, "matrix_tflops": {}, "exp_gps": None}
-    figures = [ceilings["copy_gbs"], *ceilings["matrix_tflops"].values(), ceilings["exp_gps"]]
-    figures += [ms for kernel in kernels for ms in kernel["samples_ms"] or ()]
-    if any(figure is not None and not LEAST_MS <= figure <= MOST for figure in figures):
-        return "times or ceilings that no card has"
-    if any(kernel["flops"] > MOST**2 or kernel["bytes"] > MOST**2 for kernel in kernels):
-        return "operations or bytes of no problem"
-    return _timing_fault(record) if record["samples"] else None
 
 
 def facets_of(record: Record) -> Facets:
