@@ -121,8 +121,8 @@ def complaints_of(record: Record) -> list[str]:
         return []
     notes = []
     if times.throttled:
-        reasons = sorted({reason for r in times.rounds for reason in r.sensors.throttled})
-        notes.append(f"{name}: {times.throttled} of {len(times.rounds)} rounds throttled ({', '.join(reasons)})")
+        reasons = ", ".join(times.throttle_reasons)
+        notes.append(f"{name}: {times.throttled} of {len(times.rounds)} rounds throttled ({reasons})")
     own = {record["port"], *(b["port"] for b in record["baselines"])} & set(times.host_us)
     notes += [
         f"{name}: {times.late(who)} of {len(times.rounds)} samples of {who} may hold host time"

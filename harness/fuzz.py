@@ -25,7 +25,7 @@ from .records import RecordFile, check_record, record_file
 from .session import NOTHING_RAN, Request, Session, in_order, progress, status_of
 from .suites import Case, Suite
 from .tables import Table, print_tables
-from .trial import Check
+from .trial import VERDICTS, Check
 
 SHRUNK_MOST = 3  # failing cases of a port; the others are only counted
 
@@ -141,7 +141,7 @@ def fuzz_tables(this: Fuzz) -> list[Table]:
     session, request = this.session, this.request
     table = Table(
         f"{this.problems} random problems on {session.environment.path(session.target)}, seed {request.seed}",
-        ("port", "checks", "pass", "fail", "unsupported", "largest error / allowed", "of"),
+        ("port", "checks", *VERDICTS, "largest error / allowed", "of"),
     )
     for port in session.ports:
         checks = [check for check in this.checks if check.port == port]
@@ -151,7 +151,7 @@ def fuzz_tables(this: Fuzz) -> list[Table]:
         ratio, of = ("–", "–") if worst is None or where is None else (f"{worst.ratio:.2f}", "")
         if worst is not None and where is not None:
             of = f"{worst.name} of {where.problem.id}"
-        numbers = (str(counts[verdict]) for verdict in ("pass", "fail", "unsupported"))
+        numbers = (str(counts[verdict]) for verdict in VERDICTS)
         table.add(port, str(len(checks)), *numbers, ratio, of)
     for found in this.found:
         lines = [f"{check.direction}: {line}" for check in found.checks for line in check.complaints()[:2]]

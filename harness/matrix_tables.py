@@ -18,9 +18,8 @@ from .reader import Record
 from .records import check_of, disagreement_of, problem_of
 from .suites import Case
 from .tables import Table
-from .trial import Check
+from .trial import VERDICTS, Check
 
-VERDICTS = ("pass", "fail", "unsupported")
 UNITS = (
     "Disagreements are counted in PyTorch's error: max|a - b| of a segment over the error of PyTorch's plain attention "
     "there, or over the rounding floor where that is larger. Where o and lse of both pass they are at most 6 apart."

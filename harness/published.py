@@ -97,13 +97,13 @@ def _table(records: list[Record]) -> Table:
     for record in records:
         table.add(*_cells(record, port, baseline))
     table.notes += provenance_notes(records)
-    throttled = sum(_timing(record).throttled for record in records)
+    timings = [_timing(record) for record in records]
+    throttled = sum(timing.throttled for timing in timings)
     if throttled:
-        reasons = sorted({why for r in records for sample in r["samples"] for why in sample["sensors"]["throttled"]})
-        rounds = sum(len(record["samples"]) for record in records)
-        table.notes.append(f"In {throttled} of {rounds} rounds the card held its clocks down ({', '.join(reasons)}).")
-    for record in records:
-        timing = _timing(record)
+        reasons = ", ".join(sorted({reason for timing in timings for reason in timing.throttle_reasons}))
+        rounds = sum(len(timing.rounds) for timing in timings)
+        table.notes.append(f"In {throttled} of {rounds} rounds the card held its clocks down ({reasons}).")
+    for record, timing in zip(records, timings, strict=True):
         for name in (name for name in (port, baseline) if name and timing.late(name)):
             table.notes.append(
                 f"{record['problem']['id']}: {timing.late(name)} of {len(timing.rounds)} samples of {name} may hold "
@@ -139,9 +139,10 @@ def summary_tables(records: Iterable[Record]) -> list[Table]:
             cells = rows.setdefault(problem_cells(problem_of(record["problem"])), {})
             cells[record["port"], path_of(record)] = percent
         cards = {record["provenance"]["card"] for record in members}
-        ending = f" on {next(iter(cards))}" if len(cards) == 1 else ""
-        title = f"{SPAN_WORDS[direction]}{ending}, in % of the speed of {title_of(members[0]['baselines'][0]['port'])}"
-        heads = (f"{port}, {path}".removesuffix(ending).removesuffix(f", {ending[4:]}") for port, path in columns)
+        card = next(iter(cards)) if len(cards) == 1 else None
+        where = f" on {card}" if card else ""
+        title = f"{SPAN_WORDS[direction]}{where}, in % of the speed of {title_of(members[0]['baselines'][0]['port'])}"
+        heads = (port if path == card else f"{port}, {path.removesuffix(where)}" for port, path in columns)
         table = Table(title, ("B,H,D", "dtype", "N", "mask", *heads), labels=4)
         for labels, cells in rows.items():
             table.add(*labels, *(cells.get(column, "–") for column in columns))

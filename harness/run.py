@@ -26,7 +26,7 @@ from .session import NOTHING_RAN, Request, Session, progress, status_of
 from .suites import Case
 from .tables import Table, print_tables, problem_cells
 from .timing import FLOP_CONVENTION, Timing, speed_cells
-from .trial import Check
+from .trial import VERDICTS, Check
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def check_tables(this: Run) -> list[Table]:
                 for line in r.check.complaints()
             ]
         counts = Counter(r.check.verdict for results in by_direction for r in results)
-        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("pass", "fail", "unsupported"))
+        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
         table.notes.append(f"{port}: {counts.total()} checks of {len(table.rows)} problems: {told}")
         tables.append(table)
     tables[-1].notes.append(RULE)
@@ -257,10 +257,9 @@ def _timing_table(this: Run, port: str, direction: Direction, results: list[Resu
         if result.untimed:
             table.notes.append(f"{result.case.id} {result.case.problem.id}: not timed: {result.untimed}")
         if result.timing is not None and result.timing.throttled:
-            reasons = sorted({reason for r in result.timing.rounds for reason in r.sensors.throttled})
             table.notes.append(
                 f"{result.case.id} {result.case.problem.id}: {result.timing.throttled} of "
-                f"{len(result.timing.rounds)} rounds throttled ({', '.join(reasons)})"
+                f"{len(result.timing.rounds)} rounds throttled ({', '.join(result.timing.throttle_reasons)})"
             )
         if result.timing is not None:
             table.notes += [

@@ -142,6 +142,11 @@ class Timing:
         """How many rounds throttled."""
         return sum(r.throttled for r in self.rounds)
 
+    @property
+    def throttle_reasons(self) -> list[str]:
+        """Why, each reason once."""
+        return sorted({reason for r in self.rounds for reason in r.sensors.throttled})
+
     def late(self, name: str) -> int:
         """How many samples of a contestant may hold host time."""
         return sum(name in r.late for r in self.rounds)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..checks import RULE
-from ..matrix_tables import VERDICTS, pairs_table, places_table, rows_of, verdict_cell
+from ..matrix_tables import pairs_table, places_table, rows_of, verdict_cell
 from ..reader import Record
 from ..records import check_of, problem_of
 from ..tables import Table
-from ..trial import Check
+from ..trial import VERDICTS, Check
 from .runs import Facets, Run, facets_of, origins
 from .tables import PageTable, page_table
 
