@@ -258,7 +258,7 @@ def found_when_launched(problem: Problem, target: Target, native: Target, tile: 
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     found = []
-    for launch, dtypes in plan(problem, "backward", tile, Switches()):
+    for launch, dtypes in plan(problem, target, "backward", tile, Switches()):
         Code.of(launch, dtypes, target).compile(native.sm)
         launch.kernel.device_caches.clear()
         tensors = [torch.empty(64, dtype=dtype) for dtype in dtypes]

@@ -73,7 +73,7 @@ def launch_keys(shapes: list[dict[str, int]]) -> dict[str, list[str]]:
     for shape in shapes:
         for direction in get_args(Direction):
             problem = Request("ada", direction, 64, causal=True, shape=shape).problem
-            for launch, dtypes in plan(problem, direction, Tile(64, 64), Switches()):
+            for launch, dtypes in plan(problem, Target.named("ada"), direction, Tile(64, 64), Switches()):
                 bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
                 tensors = (torch.empty(16, dtype=dtype) for dtype in dtypes)
                 _, specialization, _ = bind(*tensors, *launch.numbers, **launch.constants, num_warps=4)

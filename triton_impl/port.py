@@ -15,12 +15,14 @@ from common.work import backward_work, forward_work
 
 from . import budget
 from .ahead import Code
-from .backward import backward
+from .backward import ROW_PADDING, adds_dq, backward
 from .build import build, plan
 from .forward import forward
 from .launch import INTERPRET, instruction, interpreter_fault
 
-EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
+# What a tile may have besides its own: of the backward, whether dkdv_kernel adds up dq by atomics, and the tile of
+# dq_kernel, for when it does not.
+EXTRAS = frozenset({"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})
 
 
 class TritonPort(Port):
@@ -50,7 +52,9 @@ class TritonPort(Port):
             return [Grid("forward_kernel", values)]
         dkdv = {"block_m": side, "block_n": side, "warps": warps, "stages": stages}
         dq = {"dq_block_m": side[1:], "dq_block_n": side, "dq_warps": warps, "dq_stages": (*stages, max(stages) + 1)}
-        return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq)]
+        if not wide:
+            dkdv["atomics"] = (0, 1)
+        return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq, without=("atomics",))]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -66,6 +70,8 @@ class TritonPort(Port):
         for warps in (tile.warps, tile.get("dq_warps", tile.warps)):
             if warps & (warps - 1) or warps > 32:
                 raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
+        if direction == "backward" and tile.get("atomics", 0) and tile.block_m > ROW_PADDING:
+            raise Unsupported(f"atomics need a block_m of at most {ROW_PADDING}, got tile {tile}")
         check_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
 
     def _build(
@@ -78,11 +84,11 @@ class TritonPort(Port):
     ) -> tuple[Work, ...]:
         if direction == "forward":
             return forward_work("forward_kernel", instruction(problem, target, tile, tile.block_m))
-        dq = budget.dq_tile(tile)
+        dq, add_dq = budget.dq_tile(tile), adds_dq(tile, deterministic)
         return backward_work(
-            ("prepare_kernel", "dkdv_kernel", "dq_kernel"),
+            ("prepare_kernel", "dkdv_kernel", "cast_kernel" if add_dq else "dq_kernel"),
             (instruction(problem, target, tile, tile.block_n), instruction(problem, target, dq, dq.block_m)),
-            adds_dq=False,
+            adds_dq=add_dq,
             dlse=dlse,
         )
 
@@ -98,7 +104,8 @@ class TritonPort(Port):
     ) -> Sequence[Code]:
         if INTERPRET:
             return ()
-        return [Code.of(launch, dtypes, target) for launch, dtypes in plan(problem, direction, tile, switches, dlse)]
+        launches = plan(problem, target, direction, tile, switches, dlse, deterministic)
+        return [Code.of(launch, dtypes, target) for launch, dtypes in launches]
 
     def _forward(
         self,
@@ -129,8 +136,7 @@ class TritonPort(Port):
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         _check_device(q.device)
-        # Bitwise repeatable, whether or not it was asked to be.
-        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches)
+        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
 
 
 def _check_device(device: torch.device) -> None:
