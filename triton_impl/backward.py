@@ -17,8 +17,9 @@ launches:
 `shift` is what is subtracted before the exponential, here the lse in the units of the exponential; `factor` is what
 Q Kᵀ is multiplied by before it.
 
-Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`; lse, delta, shift `(B, Hq, Nq)` in fp32.
-dk and dv of a head are summed over the group of query heads that share it, in one program and in order.
+Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`; lse `(B, Hq, Nq)` in fp32; delta and shift, in
+fp32 too, `(B, Hq, rows)`, rows being Nq rounded up to 128: past the end the shift is infinite. dk and dv of a head are
+summed over the group of query heads that share it, in one program and in order.
 The rungs are those of the forward.
 """
 
@@ -38,7 +39,7 @@ from .budget import dq_tile
 from .forward import LOG2_E
 from .launch import RUN_TIME, Launch, Layout, block_d, constants, heads_in_l2, instruction, row_tile, strides
 
-ROW_PADDING = 128  # the sums of dq are padded to a multiple of so many rows (blocks.padded)
+ROW_PADDING = 128  # what is stored for each query is padded to a multiple of so many (blocks.padded)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -48,8 +49,8 @@ def prepare_kernel(
     EXP2: tl.constexpr, HAS_DLSE: tl.constexpr, ADD_DQ: tl.constexpr,
 ):  # fmt: skip
     """delta, and the lse as the other kernels subtract it; with ADD_DQ also zeros, for dkdv_kernel to add dq to."""
-    rows_summed = padded(len_q) if ADD_DQ else len_q
-    tile, head = schedule(tl.cdiv(rows_summed, BLOCK_M), heads, 1, False, False)  # rows are read once, in any order
+    tiles = padded(len_q) // BLOCK_M
+    tile, head = schedule(tiles, heads, 1, False, False)  # rows are read once: any order will do
     batch = (head // heads_q).to(tl.int64)
     head_q = (head % heads_q).to(tl.int64)
     row_begin = tile * BLOCK_M
@@ -67,12 +68,13 @@ def prepare_kernel(
     lse = tl.load(LSE + row_base + rows, mask=inside, other=float("-inf"))
     if HAS_DLSE:
         delta -= tl.load(DLSE + row_base + rows, mask=inside, other=0.0)
-    # A row that saw no key: exp(S - inf) makes its P zero, and no gradient flows, whatever dlse is.
+    # A row that saw no key, or is past the end: exp(S - inf) makes its P zero, and no gradient flows, whatever dlse is.
     unseen = lse == float("-inf")
-    tl.store(DELTA + row_base + rows, tl.where(unseen, 0.0, delta), mask=inside)
-    tl.store(SHIFT + row_base + rows, tl.where(unseen, float("inf"), lse * LOG2_E if EXP2 else lse), mask=inside)
+    row_base = head.to(tl.int64) * padded(len_q)
+    tl.store(DELTA + row_base + rows, tl.where(unseen, 0.0, delta))
+    tl.store(SHIFT + row_base + rows, tl.where(unseen, float("inf"), lse * LOG2_E if EXP2 else lse))
     if ADD_DQ:
-        sums = DQ_SUM + (head.to(tl.int64) * rows_summed + row_begin) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D)
+        sums = DQ_SUM + (row_base + row_begin) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D)
         tl.store(sums, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
 
 
@@ -120,7 +122,7 @@ def plan_backward(
     how, numbers = strides((do, like_q), (o, like_q))
     prepare_launch = Launch(
         prepare_kernel,
-        grid=triton.cdiv(padded_len(problem) if add_dq else problem.len_q, rows.block_m) * heads,
+        grid=padded_len(problem) // rows.block_m * heads,
         numbers=(*numbers, problem.heads_q, heads, problem.len_q),
         constants=constants(prepare_kernel, problem, rows, switches, HAS_DLSE=has_dlse, ADD_DQ=add_dq, **how),
         tile=rows,
@@ -173,13 +175,13 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`dq, dk, dv`, laid out as q, k, v are. The last strides are 1; lse and dlse are packed."""
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
+    rows = (problem.batch, problem.heads_q, padded_len(problem))
+    delta = empty(rows, dtype=torch.float32, device=q.device)
+    shift = empty(rows, dtype=torch.float32, device=q.device)
     # Without atomics no kernel has code that touches the sums (ADD_DQ), but the argument is there: any pointer will do.
     add_dq, dq_sum = adds_dq(tile, deterministic), delta
     if add_dq:
-        sum_shape = (problem.batch, problem.heads_q, padded_len(problem), block_d(problem))
-        dq_sum = empty(sum_shape, dtype=torch.float32, device=q.device)
+        dq_sum = empty((*rows, block_d(problem)), dtype=torch.float32, device=q.device)
     layouts = (tensor.stride() for tensor in (do, q, k, v, o, dq, dk, dv))
     prepare, dkdv, last = plan_backward(problem, target, tile, switches, dlse is not None, deterministic, *layouts)
     # So it is without a dlse (HAS_DLSE).
@@ -198,5 +200,5 @@ def adds_dq(tile: Tile, deterministic: bool) -> bool:
 
 
 def padded_len(problem: Problem) -> int:
-    """The rows that the sums of dq have for each head."""
+    """The rows that shift, delta and the sums of dq have for each head."""
     return -(-problem.len_q // ROW_PADDING) * ROW_PADDING

@@ -42,13 +42,12 @@ def walk_queries(
     """The walk over the query tiles of `[begin, end)`, adding up dk and dv of one tile of keys, and dq in memory."""
     for row_begin in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         row_begin = tl.multiple_of(row_begin, BLOCK_M)
-        rows = row_begin + tl.arange(0, BLOCK_M)
         q = load_rows(q_base, q_n, row_begin, len_q, q_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
-        inside = rows < len_q if MASKED else None
-        shift = tl.load(shift_base + rows, mask=inside, other=float("inf") if MASKED else None)
+        shift = tl.load(shift_base + row_begin + tl.arange(0, BLOCK_M))  # [BLOCK_M]
         s_t = dot(k, tl.trans(q), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
         p_t = tl.math.exp2(s_t * factor - shift[None, :]) if EXP2 else tl.exp(s_t * factor - shift[None, :])
         if MASKED:
+            rows = row_begin + tl.arange(0, BLOCK_M)
             keys = key_begin + tl.arange(0, BLOCK_N)
             seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
             p_t = tl.where(seen, p_t, 0.0)
@@ -57,7 +56,7 @@ def walk_queries(
             q, do = without_unseeing(q, shift), without_unseeing(do, shift)
         dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         dp_t = dot(v, tl.trans(do), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
-        delta = tl.load(delta_base + rows, mask=inside, other=0.0 if MASKED else None)
+        delta = tl.load(delta_base + row_begin + tl.arange(0, BLOCK_M))  # [BLOCK_M]
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = dot(ds_t, q, dk, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         if ADD_DQ:
@@ -115,14 +114,12 @@ def dkdv_kernel(
         head_q = head_kv * group + member
         q_base = Q + (batch * q_b + head_q * q_h) * UNIT
         do_base = DO + (batch * do_b + head_q * do_h) * UNIT
-        row_head = batch * heads_kv * group + head_q
-        row_base = row_head * len_q
-        dq_base = DQ_SUM + row_head * padded(len_q) * BLOCK_D
+        row_base = (batch * heads_kv * group + head_q) * padded(len_q)
         # The parts are the forward's; under the transposed band it is HAS_HIGH that makes an edge at the beginning.
         for part in tl.static_range(3):
             if part == 2 or (EDGES and (part == 1 or HAS_HIGH)):
                 dk, dv = walk_queries(
-                    dk, dv, k, v, q_base, do_base, DELTA + row_base, SHIFT + row_base, dq_base,
+                    dk, dv, k, v, q_base, do_base, DELTA + row_base, SHIFT + row_base, DQ_SUM + row_base * BLOCK_D,
                     q_n * UNIT, do_n * UNIT, q_offsets, do_offsets,
                     begin if part == 0 else full_begin if part == 1 else full_end,
                     full_begin if part == 0 else full_end if part == 1 else end,

@@ -59,9 +59,9 @@ def dq_kernel(
     q = load_rows(q_base, q_n * UNIT, row_begin, len_q, q_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
     do = load_rows(do_base, do_n * UNIT, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, True)
     rows = row_begin + tl.arange(0, BLOCK_M)
-    row_base = head.to(tl.int64) * len_q
-    shift = tl.load(SHIFT + row_base + rows, mask=rows < len_q, other=float("inf"))  # [BLOCK_M]
-    delta = tl.load(DELTA + row_base + rows, mask=rows < len_q, other=0.0)  # [BLOCK_M]
+    row_base = head.to(tl.int64) * padded(len_q)
+    shift = tl.load(SHIFT + row_base + rows)  # [BLOCK_M]
+    delta = tl.load(DELTA + row_base + rows)  # [BLOCK_M]
     if UNSEEING:
         q, do = without_unseeing(q, shift), without_unseeing(do, shift)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

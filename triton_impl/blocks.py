@@ -122,7 +122,7 @@ def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.con
 
 @triton.jit
 def padded(len_q):
-    """The rows of the sums of dq, for so many queries: a multiple of every tile's."""
+    """The rows of shift, delta and the sums of dq, for so many queries: a multiple of every backward tile's."""
     return (len_q + 127) // 128 * 128
 
 

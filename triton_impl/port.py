@@ -64,14 +64,14 @@ class TritonPort(Port):
         if direction == "backward":
             dq = budget.dq_tile(tile)
             sides += [dq.block_m, dq.block_n]
+            if max(tile.block_m, dq.block_m) > ROW_PADDING:
+                raise Unsupported(f"backward tiles have at most {ROW_PADDING} rows of queries, got tile {tile}")
         for side in sides:
             if side < 16 or side & (side - 1):
                 raise Unsupported(f"Triton's tiles have sides that are powers of two of at least 16, got tile {tile}")
         for warps in (tile.warps, tile.get("dq_warps", tile.warps)):
             if warps & (warps - 1) or warps > 32:
                 raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
-        if direction == "backward" and tile.get("atomics", 0) and tile.block_m > ROW_PADDING:
-            raise Unsupported(f"atomics need a block_m of at most {ROW_PADDING}, got tile {tile}")
         check_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
 
     def _build(
