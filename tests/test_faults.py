@@ -173,7 +173,7 @@ FAULTS = [
         SCALE,
         {"dq"},
         {
-            "triton": Edit("backward_dq.py", "dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)", "dq = q.to(tl.float32)"),
+            "triton": Edit("backward_dq.py", "dq = hidden_zeros(q)", "dq = q.to(tl.float32)"),
             "tilelang": Edit("backward.py", "T.fill(dq, 0)", "T.fill(dq, 1)"),
             "cute": Edit("backward_prepare.py", "zeros.fill(0.0)", "zeros.fill(1.0)"),
         },

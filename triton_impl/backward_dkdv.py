@@ -44,18 +44,19 @@ def walk_queries(
         row_begin = tl.multiple_of(row_begin, BLOCK_M)
         q = load_rows(q_base, q_n, row_begin, len_q, q_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
         shift = tl.load(shift_base + row_begin + tl.arange(0, BLOCK_M))  # [BLOCK_M]
+        do = load_rows(do_base, do_n, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
+        if UNSEEING and MASKED:
+            q, do = without_unseeing(q, shift), without_unseeing(do, shift)
         s_t = dot(k, tl.trans(q), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
+        # Before the exponential, which can be computed meanwhile where products are asynchronous.
+        dp_t = dot(v, tl.trans(do), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
         p_t = tl.math.exp2(s_t * factor - shift[None, :]) if EXP2 else tl.exp(s_t * factor - shift[None, :])
         if MASKED:
             rows = row_begin + tl.arange(0, BLOCK_M)
             keys = key_begin + tl.arange(0, BLOCK_N)
             seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
             p_t = tl.where(seen, p_t, 0.0)
-        do = load_rows(do_base, do_n, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
-        if UNSEEING and MASKED:
-            q, do = without_unseeing(q, shift), without_unseeing(do, shift)
         dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
-        dp_t = dot(v, tl.trans(do), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
         delta = tl.load(delta_base + row_begin + tl.arange(0, BLOCK_M))  # [BLOCK_M]
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
         dk = dot(ds_t, q, dk, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]

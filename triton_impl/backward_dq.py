@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from .blocks import dot, load_rows, padded, row_offsets, schedule, store_rows, tile_range, visible, without_unseeing
+from .blocks import (
+    dot,
+    hidden_zeros,
+    load_rows,
+    padded,
+    row_offsets,
+    schedule,
+    store_rows,
+    tile_range,
+    visible,
+    without_unseeing,
+)
 from .forward import LOG2_E
 from .launch import RUN_TIME
 
@@ -21,12 +32,13 @@ def walk_keys(
         k = load_rows(k_base, k_n, key_begin, len_k, k_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         v = load_rows(v_base, v_n, key_begin, len_k, v_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
+        # Before the exponential, which can be computed meanwhile where products are asynchronous.
+        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
         p = tl.math.exp2(s * factor - shift[:, None]) if EXP2 else tl.exp(s * factor - shift[:, None])
         if MASKED:
             rows = row_begin + tl.arange(0, BLOCK_M)
             keys = key_begin + tl.arange(0, BLOCK_N)
             p = tl.where(visible(rows[:, None], keys[None, :], len_k, low, high, HAS_LOW, HAS_HIGH), p, 0.0)
-        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
         ds = p * (dp - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_D]
     return dq
@@ -64,7 +76,7 @@ def dq_kernel(
     delta = tl.load(DELTA + row_base + rows)  # [BLOCK_M]
     if UNSEEING:
         q, do = without_unseeing(q, shift), without_unseeing(do, shift)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq = hidden_zeros(q)  # [BLOCK_M, BLOCK_D]
 
     factor = scale * LOG2_E if EXP2 else scale
     begin, full_begin, full_end, end = tile_range(

@@ -121,6 +121,16 @@ def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.con
 
 
 @triton.jit
+def hidden_zeros(x):
+    """Zeros in fp32, in the shape of `x`, which the compiler does not know to be zeros: where the sum of a loop begins.
+
+    With a sum that begins at a known constant, which also stands for the sum of a loop that is not entered, the
+    assembler lets every wgmma of that loop wait for the one before it.
+    """
+    return tl.minimum(tl.abs(x.to(tl.float32)), 0.0)
+
+
+@triton.jit
 def padded(len_q):
     """The rows of shift, delta and the sums of dq, for so many queries: a multiple of every backward tile's."""
     return (len_q + 127) // 128 * 128
