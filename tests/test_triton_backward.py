@@ -28,9 +28,9 @@ CASES = [
     # Several tiles of queries and keys, a group, rows that see no key; widths that are no power of two; fp32.
     ((1, 4, 70, 64), (1, 2, 90, 64), torch.bfloat16, Mask.causal(), tile(32, 32)),
     ((2, 1, 90, 64), (2, 1, 40, 64), torch.float16, Mask.causal(), tile(32, 16)),
-    ((1, 2, 65, 40), (1, 1, 33, 40), torch.bfloat16, Mask(), tile(64, 32)),
-    ((1, 1, 130, 128), (1, 1, 50, 128), torch.float16, Mask.causal("top_left"), tile(128, 16, warps=8)),
-    ((1, 2, 60, 96), (1, 1, 70, 96), torch.bfloat16, Mask(left=9, right=12), tile(16, 64, warps=8)),
+    ((1, 2, 65, 40), (1, 1, 33, 40), torch.bfloat16, Mask(), tile(64, 64)),
+    ((1, 1, 130, 128), (1, 1, 50, 128), torch.float16, Mask.causal("top_left"), tile(64, 64, warps=8)),
+    ((1, 2, 60, 96), (1, 1, 70, 96), torch.bfloat16, Mask(left=9, right=12), tile(16, 32, warps=8)),
     ((1, 1, 33, 16), (1, 1, 20, 16), torch.float16, Mask(left=20), tile(16, 16)),
     ((1, 1, 1, 256), (1, 1, 40, 256), torch.bfloat16, Mask.causal(), tile(16, 16)),
     ((1, 2, 50, 40), (1, 1, 40, 40), torch.float32, Mask.causal(), tile(32, 16)),
@@ -72,6 +72,13 @@ def test_more_rows_of_queries_than_what_is_stored_for_them_is_padded_to_are_refu
     for one in (Tile(256, 16), Tile(16, 16, extra=(("dq_block_m", 256),))):
         with pytest.raises(Unsupported, match="at most 128 rows of queries"):
             TRITON.check_tile(Problem(1, 1, 1, 512, 512, 16), ADA, "backward", one)
+
+
+def test_atomics_with_products_on_two_instructions_are_refused() -> None:
+    problem = Problem(1, 1, 1, 512, 512, 64)
+    with pytest.raises(Unsupported, match=r"on wgmma as the scores are, not on mma\.sync"):
+        TRITON.check_tile(problem, HOPPER, "backward", tile(32, 128))
+    TRITON.check_tile(problem, ADA, "backward", tile(32, 128))
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,9 @@ class TritonPort(Port):
         if direction == "forward":
             values = {"block_m": side[1:], "block_n": side, "warps": warps, "stages": (*stages, max(stages) + 1)}
             return [Grid("forward_kernel", values)]
-        dkdv = {"block_m": side, "block_n": side, "warps": warps, "stages": stages}
+        own = {"block_m": side} if wide else {"block_m": (16, *side), "atomics": (0, 1)}
+        dkdv = {**own, "block_n": side, "warps": warps, "stages": stages}
         dq = {"dq_block_m": side[1:], "dq_block_n": side, "dq_warps": warps, "dq_stages": (*stages, max(stages) + 1)}
-        if not wide:
-            dkdv["atomics"] = (0, 1)
         return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq, without=("atomics",))]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
@@ -64,8 +63,6 @@ class TritonPort(Port):
         if direction == "backward":
             dq = budget.dq_tile(tile)
             sides += [dq.block_m, dq.block_n]
-            if max(tile.block_m, dq.block_m) > ROW_PADDING:
-                raise Unsupported(f"backward tiles have at most {ROW_PADDING} rows of queries, got tile {tile}")
         for side in sides:
             if side < 16 or side & (side - 1):
                 raise Unsupported(f"Triton's tiles have sides that are powers of two of at least 16, got tile {tile}")
@@ -73,6 +70,8 @@ class TritonPort(Port):
             if warps & (warps - 1) or warps > 32:
                 raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
         check_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
+        if direction == "backward":
+            _check_backward(problem, target, tile)
 
     def _build(
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
@@ -146,6 +145,16 @@ def _check_device(device: torch.device) -> None:
         raise Unsupported(
             f"Triton compiles for CUDA devices, the tensors are on {device}; "
             "set TRITON_INTERPRET=1 before Python starts to run the kernels in its interpreter"
+        )
+
+
+def _check_backward(problem: Problem, target: Target, tile: Tile) -> None:
+    if max(tile.block_m, budget.dq_tile(tile).block_m) > ROW_PADDING:
+        raise Unsupported(f"backward tiles have at most {ROW_PADDING} rows of queries, got tile {tile}")
+    scores, dq = (instruction(problem, target, tile, rows) for rows in (tile.block_n, tile.block_m))
+    if tile.get("atomics", 0) and scores != dq:
+        raise Unsupported(
+            f"with atomics dq must be computed on {scores} as the scores are, not on {dq}, got tile {tile}"
         )
 
 
