@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from common import Mask, Problem, Switches, Target, Tile, Unsupported, port
 from triton_impl.backward import fragment_order, plan_backward
+from triton_impl.launch import block_d
 
 from .helpers import check_port
 from .subjects import GPU, case_of
@@ -72,6 +74,16 @@ def test_more_rows_of_queries_than_what_is_stored_for_them_is_padded_to_are_refu
     for one in (Tile(256, 16), Tile(16, 16, extra=(("dq_block_m", 256),))):
         with pytest.raises(Unsupported, match="at most 128 rows of queries"):
             TRITON.check_tile(Problem(1, 1, 1, 512, 512, 16), ADA, "backward", one)
+
+
+@pytest.mark.parametrize("target", [ADA, HOPPER, Target.named("blackwell")], ids=str)
+def test_every_tile_is_cut_into_whole_fragments(target: Target) -> None:
+    powers = [2**i for i in range(6)]
+    for head_dim, rows, warps in itertools.product((16, 24, 64, 256), (16, 32, 64, 128), powers):
+        problem = Problem(1, 1, 1, 64, 64, head_dim)
+        order = fragment_order(problem, target, tile(rows, 64, warps))
+        assert rows % (16 * order["ROW_WARPS"]) == 0
+        assert block_d(problem) % (8 * order["COLUMN_WARPS"] * order["GROUPS"]) == 0
 
 
 def test_atomics_with_products_on_two_instructions_are_refused() -> None:

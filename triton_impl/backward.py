@@ -92,10 +92,10 @@ def fragment_order(problem: Problem, target: Target, tile: Tile) -> dict[str, in
                 rows *= 2
             else:
                 columns *= 2
-        columns = min(columns, width // 8)
     else:
         rows = min(tile.warps, tile.block_m // 16)
         groups = tile.warps // rows
+    columns, groups = min(columns, width // 8), min(groups, width // 8)  # more warps than columns hold the same ones
     vector = 4 if target.capability >= 90 else 1
     return {"ROW_WARPS": rows, "COLUMN_WARPS": columns, "GROUPS": groups, "VECTOR": vector}
 
