@@ -24,7 +24,7 @@ def test_the_order_of_many_tiles_over_few_keys_is_in_32_bits(lengths: tuple[int,
     q, k = layouts[lengths[0]], layouts[lengths[1]]
     tile, switches = Tile(16, 16), Switches()
     launches = [plan_forward(problem, tile, switches, q, k, k, q)]
-    launches += plan_backward(problem, tile, switches, False, q, q, k, k, q, q, k, k)[1:]
+    launches += plan_backward(problem, ADA, tile, switches, False, True, q, q, k, k, q, q, k, k)[1:]
     for launch in launches:
         *_, count, section, _, _, _, _, _ = launch.numbers
         assert 1 <= section <= count  # so that tiles x section is at most the grid
@@ -54,26 +54,30 @@ def test_a_tile_that_triton_cannot_cut_is_refused(tile: Tile) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_ada_path_stays_on_mma_sync_within_its_shared_memory_on_any_card(head_dim: int) -> None:
+def test_the_ada_path_stays_on_mma_sync_within_its_shared_memory_on_any_card(
+    head_dim: int, deterministic: bool
+) -> None:
     case = case_of((1, 2, 300, head_dim), (1, 2, 300, head_dim), torch.bfloat16, Mask.causal())
     inputs, problem = case.inputs(DEVICE), case.problem
     q, k, v = inputs.q, inputs.k, inputs.v
     o, lse = TRITON.forward(q, k, v, problem, target=ADA)
-    TRITON.backward(inputs.do, None, q, k, v, o, lse, problem, target=ADA)
+    TRITON.backward(inputs.do, None, q, k, v, o, lse, problem, target=ADA, deterministic=deterministic)
     layout = q.stride()
     forward_tile, backward_tile = (TRITON.tiles(problem, ADA, way)[0] for way in ("forward", "backward"))
     launches = [
         plan_forward(problem, forward_tile, Switches(), *[layout] * 4),
-        *plan_backward(problem, backward_tile, Switches(), False, *[layout] * 8)[1:],
+        *plan_backward(problem, ADA, backward_tile, Switches(), False, deterministic, *[layout] * 8)[1:],
     ]
     for launch in launches:
         built = [kernel for (target, *_), kernel in launch.compiled.items() if target == "ada"]
         assert built
         for kernel in built:
             ptx = kernel.asm["ptx"]
-            assert "mma.sync" in ptx
-            assert "cp.async.cg" in ptx
+            if launch.kernel.__name__ != "cast_kernel":
+                assert "mma.sync" in ptx
+                assert "cp.async.cg" in ptx
             assert "wgmma" not in ptx
             assert "cp.async.bulk" not in ptx
             assert kernel.metadata.shared <= ADA.smem_per_block

@@ -11,6 +11,7 @@ What Triton keeps there, read off its builds for the four targets (the tests hol
 - scores on their way into the next product, where the compiler lays the two products out differently: on mma.sync when
   the program's tile has fewer rows than columns (dq_kernel without a pipeline has room for them where Q was), and
   always in IEEE fp32, which also reduces rows across warps there;
+- with atomics, dS on its way into the product that gives dq;
 - under tcgen05 the barriers of its products, rounded up to where a pipelined tile may begin, and, in the forward with
   more than one warpgroup, what these tell each other about the rows they share, at most 16 bytes a thread.
 """
@@ -35,6 +36,8 @@ def shared_memory(problem: Problem, target: Target, direction: Direction, tile: 
     kernels: dict[str, Mapping[str, int]] = {}
     parts = _walk(problem, target, tile, tile.block_n, tile.block_m, DKDV, ("Q", "dO"))
     parts["lse, delta"] = 2 * 4 * tile.block_m * tile.stages
+    if tile.get("atomics", 0):
+        parts["dS"] = tile.block_m * tile.block_n * problem.dtype.itemsize
     kernels["dkdv_kernel"] = parts
     dq = dq_tile(tile)
     kernels["dq_kernel"] = _walk(problem, target, dq, dq.block_m, dq.block_n, DQ, ("K", "V"))

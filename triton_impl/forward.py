@@ -30,7 +30,7 @@ import triton.language as tl
 
 from common import Problem, Switches, Target, Tile, empty, empty_like
 
-from .blocks import dot, load_rows, row_offsets, schedule, store_rows, tile_range, visible
+from .blocks import dot, hidden_zeros, load_rows, row_offsets, schedule, store_rows, tile_range, visible
 from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, strides
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -104,7 +104,7 @@ def forward_kernel(
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = hidden_zeros(q)  # [BLOCK_M, BLOCK_D]
     factor = scale * LOG2_E if EXP2 else scale
     begin, full_begin, full_end, end = tile_range(
         row_begin, tl.minimum(row_begin + BLOCK_M, len_q) - 1, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
