@@ -20,7 +20,8 @@ from .build import build, plan
 from .forward import forward
 from .launch import INTERPRET, instruction, interpreter_fault
 
-EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
+# What a tile may have besides its own; each direction reads its own extras.
+EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps", "lazy_rescale"})
 
 
 class TritonPort(Port):
@@ -47,6 +48,7 @@ class TritonPort(Port):
         stages = (1, 2) if wide else (1, 2, 3)
         if direction == "forward":
             values = {"block_m": side[1:], "block_n": side, "warps": warps, "stages": (*stages, max(stages) + 1)}
+            values["lazy_rescale"] = (0, 1)
             return [Grid("forward_kernel", values)]
         dkdv = {"block_m": side, "block_n": side, "warps": warps, "stages": stages}
         dq = {"dq_block_m": side[1:], "dq_block_n": side, "dq_warps": warps, "dq_stages": (*stages, max(stages) + 1)}
