@@ -1,7 +1,7 @@
 """The contract every port is written against: problems, masks, targets, tiles, ports and `attention()`."""
 
 from .attention import attention
-from .buffers import GuardedBuffers, empty, empty_like
+from .buffers import Form, GuardedBuffers, empty, empty_like
 from .mask import Corner, Mask, TileKind
 from .ports import Build, Kernel, Port, Unsupported, check_tensors, port, port_names, port_package
 from .problem import DTYPE_NAMES, Direction, Problem
@@ -17,6 +17,7 @@ __all__ = [
     "Card",
     "Corner",
     "Direction",
+    "Form",
     "Grid",
     "GuardedBuffers",
     "Kernel",

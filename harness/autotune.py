@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from common import Direction, Problem, Switches, Tile, port_package
+from common.ports import prepared
 
 from .candidates import Stage
 from .isolation import Caller, Here, Lost, Worker
@@ -132,9 +133,7 @@ def _bind(problem: Problem, direction: Direction, kernel: str, tiles: Sequence[T
     tuned = _Tuned(launches, bench)
     module = sys.modules[launches[0].kernel.fn.__module__]
     setattr(module, kernel, tuned)
-    for name in ("plan_forward", "plan_backward"):  # they keep launches of the kernel itself
-        if hasattr(module, name):
-            getattr(module, name).cache_clear()
+    prepared.cache_clear()  # it keeps launches of the kernel itself
     return tuned
 
 
@@ -188,6 +187,9 @@ class _Compiled:
 
     metadata: Any
     launch: Callable[..., Any]
+    function: Any = None
+    packed_metadata: Any = None
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return self.launch
+    def run(self, *about_and_arguments: Any) -> None:
+        """As Triton's own: nine arguments say where and how to launch, the kernel's follow."""
+        self.launch(*about_and_arguments[9:])

@@ -24,13 +24,13 @@ The rungs are those of the forward.
 """
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
 from .blocks import dot, load_rows, row_offsets, schedule, store_rows, tile_range, visible
 from .budget import dq_tile
@@ -246,7 +246,6 @@ def dq_kernel(
     store_rows(dq_base, dq_n * UNIT, row_begin, len_q, dq_offsets, dq * scale, BLOCK_M, BLOCK_D, HEAD_DIM)
 
 
-@lru_cache(maxsize=4096)
 def plan_backward(
     problem: Problem, tile: Tile, switches: Switches, has_dlse: bool, do: Layout, q: Layout, k: Layout, v: Layout,
     o: Layout, dq: Layout, dk: Layout, dv: Layout,
@@ -301,18 +300,27 @@ def plan_backward(
     return prepare_launch, dkdv_launch, dq_launch
 
 
-def backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`dq, dk, dv`, laid out as q, k, v are. The last strides are 1; lse and dlse are packed."""
-    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    delta = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    shift = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    layouts = (tensor.stride() for tensor in (do, q, k, v, o, dq, dk, dv))
-    prepare_launch, dkdv_launch, dq_launch = plan_backward(problem, tile, switches, dlse is not None, *layouts)
-    # Without a dlse the kernel has no code that reads it (HAS_DLSE), but the argument is there: any pointer will do.
-    prepare_launch.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift)
-    dkdv_launch.run(target, do, q, k, v, delta, shift, dk, dv)
-    dq_launch.run(target, do, q, k, v, delta, shift, dq)
-    return dq, dk, dv
+def prepare_backward(forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+    """What computes `dq, dk, dv`, laid out as q, k, v are, of do, dlse, q, k, v, o, lse of these forms.
+
+    The last strides are 1; lse and dlse are packed.
+    """
+    device = forms["q"].device
+    grads = like_dq, like_dk, like_dv = tuple(forms[name].dense for name in "qkv")
+    like_lse = Form.packed(problem.lse_shape, torch.float32, device)
+    layouts = (form.strides for form in (*(forms[name] for name in ("do", "q", "k", "v", "o")), *grads))
+    prepare_launch, dkdv_launch, dq_launch = plan_backward(problem, tile, switches, "dlse" in forms, *layouts)
+
+    def backward(
+        do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        dq, dk, dv = like_dq.empty(), like_dk.empty(), like_dv.empty()
+        delta, shift = like_lse.empty(), like_lse.empty()
+        # Without a dlse the kernel has no code that reads it (HAS_DLSE), but the argument is there: any will do.
+        prepare_launch.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift)
+        dkdv_launch.run(target, do, q, k, v, delta, shift, dk, dv)
+        dq_launch.run(target, do, q, k, v, delta, shift, dq)
+        return dq, dk, dv
+
+    return backward
