@@ -23,7 +23,7 @@ from .tile import Switches, Tile
 from .tile_table import Grid, TileTable
 from .work import Work
 
-__all__ = ["Build", "Kernel", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
+__all__ = ["Build", "Kernel", "Port", "Unsupported", "port", "port_names", "port_package"]
 
 # name: (module, class, how to get the package it needs)
 _PORTS = {
@@ -63,29 +63,27 @@ class Kernel(Protocol):
         """Compiles it for an architecture, into the cache on disk that a launch looks into."""
 
 
-def check_tensors(problem: Problem, **tensors: torch.Tensor | None) -> None:
-    """Compares tensors, under the names that `Port.backward` gives them, with the problem they are said to be of.
+# The forms of a call's tensors, under the names that `Port.backward` gives them and without a dlse that is None; and
+# what is called with the tensors and returns the outputs of its direction.
+Forms = dict[str, Form]
+Run = Callable[..., Any]
 
-    `lse` and `dlse` are fp32 `(B, Hq, Nq)`; k, v have the shape `(B, Hkv, Nk, D)`, the others that of q. A tensor with
-    one dimension less has one head and leaves it out, and then all do. Only `dlse` may be None. Raises TypeError for a
-    wrong type or dtype, ValueError for a wrong shape or device; the message names the argument, what came and what is
-    allowed.
-    """
-    check_type("problem", problem, Problem)
-    given = {name: tensor for name, tensor in tensors.items() if name != "dlse" or tensor is not None}
-    _check_forms(problem, {name: Form(*_key(name, tensor)) for name, tensor in given.items()})
-
-
+_LSES = ("lse", "dlse")
 _Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]  # the fields of a `Form`
 
 
-def _key(name: str, tensor: torch.Tensor | None) -> _Key:
+def _key(name: str, tensor: torch.Tensor) -> _Key:
     check_strided(name, tensor)
-    assert tensor is not None
     return form_key(tensor)
 
 
-def _check_forms(problem: Problem, forms: dict[str, Form]) -> None:
+def _check_forms(problem: Problem, forms: Forms) -> None:
+    """Compares the forms of a call's tensors with the problem they are said to be of.
+
+    `lse` and `dlse` are fp32 `(B, Hq, Nq)`; k, v have the shape `(B, Hkv, Nk, D)`, the others that of q. A tensor with
+    one dimension less has one head and leaves it out, and then all do. Raises TypeError for a wrong dtype, ValueError
+    for a wrong shape or device; the message names the argument, what came and what is allowed.
+    """
     device, one_head = None, None
     for name, form in forms.items():
         is_lse = name in _LSES
@@ -104,9 +102,6 @@ def _check_forms(problem: Problem, forms: dict[str, Form]) -> None:
             device = form.device
         elif form.device != device:
             raise ValueError(f"{name} must be on {device} as the tensors before it, got {form.device}")
-
-
-_LSES = ("lse", "dlse")
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,11 +127,6 @@ def _taken(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     if name in _LSES:
         return (tensor if tensor.dim() == 3 else tensor.unsqueeze(1)).resolve_neg().contiguous()
     return unit_stride(tensor if tensor.dim() == 4 else tensor.unsqueeze(1))
-
-
-# The forms of a call's tensors under the names that `Port.backward` gives them, and what is called with the tensors.
-Forms = dict[str, Form]
-Run = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class Port(ABC):
@@ -407,7 +397,7 @@ def prepared(
     switches: Switches | None,
     deterministic: bool,
     keys: tuple[_Key | None, ...],
-) -> Callable[..., Any]:
+) -> Run:
     """What computes a direction of tensors whose forms have these fields, in the order of the public method.
 
     The one look-up of a warm call: what it finds was validated, its tile chosen and its kernels made ready before. What
