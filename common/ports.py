@@ -66,7 +66,7 @@ class Kernel(Protocol):
 # The forms of a call's tensors, under the names that `Port.backward` gives them and without a dlse that is None; and
 # what is called with the tensors and returns the outputs of its direction.
 Forms = dict[str, Form]
-Run = Callable[..., Any]
+Run = Callable[..., tuple[torch.Tensor, ...]]
 
 _LSES = ("lse", "dlse")
 _Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]  # the fields of a `Form`
@@ -263,7 +263,8 @@ class Port(ABC):
         """
         _check_options(problem, target, tile, switches)
         keys = _key("q", q), _key("k", k), _key("v", v)
-        return prepared(self, "forward", problem, target, tile, switches, False, keys)(q, k, v)
+        o, lse = prepared(self, "forward", problem, target, tile, switches, False, keys)(q, k, v)
+        return o, lse
 
     def backward(
         self,
@@ -295,7 +296,8 @@ class Port(ABC):
         dlse_key = None if dlse is None else _key("dlse", dlse)
         keys = _key("do", do), dlse_key, _key("q", q), _key("k", k), _key("v", v), _key("o", o), _key("lse", lse)
         run = prepared(self, "backward", problem, target, tile, switches, deterministic, keys)
-        return run(do, dlse, q, k, v, o, lse)
+        dq, dk, dv = run(do, dlse, q, k, v, o, lse)
+        return dq, dk, dv
 
     def _plan(
         self,
