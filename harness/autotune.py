@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from common import Direction, Problem, Switches, Target, Tile, port_package
+from common.ports import prepared
 
 from .candidates import Stage
 from .isolation import Caller, Here, Lost, Worker
@@ -137,7 +138,7 @@ def _bind(
     tuned = _Tuned(launches, bench)
     module = importlib.import_module(f"{package}.{direction}")  # that which plans the direction's launches
     setattr(module, kernel, tuned)
-    getattr(module, f"plan_{direction}").cache_clear()  # it keeps launches of the kernel itself
+    prepared.cache_clear()  # it keeps launches of the kernel itself
     return tuned
 
 
@@ -191,6 +192,9 @@ class _Compiled:
 
     metadata: Any
     launch: Callable[..., Any]
+    function: Any = None
+    packed_metadata: Any = None
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return self.launch
+    def run(self, *about_and_arguments: Any) -> None:
+        """As Triton's own: nine arguments say where and how to launch, the kernel's follow."""
+        self.launch(*about_and_arguments[9:])

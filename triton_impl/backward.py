@@ -24,13 +24,13 @@ The rungs are those of the forward.
 """
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import cast_kernel, dq_kernel
@@ -100,7 +100,6 @@ def fragment_order(problem: Problem, target: Target, tile: Tile) -> dict[str, in
     return {"ROW_WARPS": rows, "COLUMN_WARPS": columns, "GROUPS": groups, "VECTOR": vector}
 
 
-@lru_cache(maxsize=4096)
 def plan_backward(
     problem: Problem, target: Target, tile: Tile, switches: Switches, has_dlse: bool, deterministic: bool,
     do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, dq: Layout, dk: Layout, dv: Layout,
@@ -169,29 +168,40 @@ def plan_backward(
     return prepare_launch, dkdv_launch, dq_launch
 
 
-def backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`dq, dk, dv`, laid out as q, k, v are. The last strides are 1; lse and dlse are packed."""
-    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+def prepare_backward(
+    forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool
+) -> Run:
+    """What computes `dq, dk, dv`, laid out as q, k, v are, of do, dlse, q, k, v, o, lse of these forms.
+
+    The last strides are 1; lse and dlse are packed.
+    """
+    device = forms["q"].device
+    grads = like_dq, like_dk, like_dv = tuple(forms[name].dense for name in "qkv")
+    layouts = (form.strides for form in (*(forms[name] for name in ("do", "q", "k", "v", "o")), *grads))
+    prepare, dkdv, last = plan_backward(problem, target, tile, switches, "dlse" in forms, deterministic, *layouts)
     rows = (problem.batch, problem.heads_q, padded_len(problem))
-    delta = empty(rows, dtype=torch.float32, device=q.device)
-    shift = empty(rows, dtype=torch.float32, device=q.device)
-    # Without atomics no kernel has code that touches the sums (ADD_DQ), but the argument is there: any pointer will do.
-    add_dq, dq_sum = adds_dq(tile, deterministic), delta
-    if add_dq:
-        dq_sum = empty((*rows, block_d(problem)), dtype=torch.float32, device=q.device)
-    layouts = (tensor.stride() for tensor in (do, q, k, v, o, dq, dk, dv))
-    prepare, dkdv, last = plan_backward(problem, target, tile, switches, dlse is not None, deterministic, *layouts)
-    # So it is without a dlse (HAS_DLSE).
-    prepare.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift, dq_sum)
-    dkdv.run(target, do, q, k, v, delta, shift, dk, dv, dq_sum)
-    if add_dq:
-        last.run(target, dq_sum, dq)
-    else:
-        last.run(target, do, q, k, v, delta, shift, dq)
-    return dq, dk, dv
+    like_delta = Form.packed(rows, torch.float32, device)
+    like_sum = Form.packed((*rows, block_d(problem)), torch.float32, device)
+    add_dq = adds_dq(tile, deterministic)
+
+    def backward(
+        do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        dq, dk, dv = like_dq.empty(), like_dk.empty(), like_dv.empty()
+        delta, shift = like_delta.empty(), like_delta.empty()
+        # Without atomics no kernel has code that touches the sums (ADD_DQ), but the argument is there: any will do.
+        dq_sum = like_sum.empty() if add_dq else delta
+        # So it is without a dlse (HAS_DLSE).
+        prepare.run(target, do, o, lse, lse if dlse is None else dlse, delta, shift, dq_sum)
+        dkdv.run(target, do, q, k, v, delta, shift, dk, dv, dq_sum)
+        if add_dq:
+            last.run(target, dq_sum, dq)
+        else:
+            last.run(target, do, q, k, v, delta, shift, dq)
+        return dq, dk, dv
+
+    return backward
 
 
 def adds_dq(tile: Tile, deterministic: bool) -> bool:

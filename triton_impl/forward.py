@@ -25,13 +25,12 @@ A tile with `lazy_rescale` (LAZY_RESCALE) leaves acc relative to an older maximu
 outgrown it by HEADROOM: with most tiles nothing is rescaled, for a reduction over the rows. `lse` and `o` are the same.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
 from .blocks import dot, hidden_zeros, load_rows, row_offsets, schedule, store_rows, tile_range, visible
 from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, strides
@@ -149,7 +148,6 @@ def forward_kernel(
     tl.store(LSE + head.to(tl.int64) * len_q + rows, lse, mask=rows < len_q)
 
 
-@lru_cache(maxsize=4096)
 def plan_forward(
     problem: Problem, tile: Tile, switches: Switches, q: Layout, k: Layout, v: Layout, o: Layout
 ) -> Launch:  # fmt: skip
@@ -171,12 +169,16 @@ def plan_forward(
     )  # fmt: skip
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`o`, laid out as q is, and `lse (B, Hq, Nq)`. The last stride of q, k and v is 1."""
-    o = empty_like(q)
-    lse = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    launch = plan_forward(problem, tile, switches, q.stride(), k.stride(), v.stride(), o.stride())
-    launch.run(target, q, k, v, o, lse)
-    return o, lse
+def prepare_forward(forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+    """What computes `o`, laid out as q is, and `lse (B, Hq, Nq)` of q, k, v of these forms, whose last stride is 1."""
+    device = forms["q"].device
+    like_o, like_lse = forms["q"].dense, Form.packed(problem.lse_shape, torch.float32, device)
+    layouts = (form.strides for form in (forms["q"], forms["k"], forms["v"], like_o))
+    launch = plan_forward(problem, tile, switches, *layouts)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = like_o.empty(), like_lse.empty()
+        launch.run(target, q, k, v, o, lse)
+        return o, lse
+
+    return forward

@@ -10,14 +10,14 @@ import torch
 
 from common import Build, Direction, Grid, Port, Problem, Switches, Target, Tile, Unsupported, Work
 from common.budget import check_budget
-from common.ports import dtype_reason
+from common.ports import Forms, Run, dtype_reason
 from common.work import backward_work, forward_work
 
 from . import budget
 from .ahead import Code
-from .backward import ROW_PADDING, adds_dq, backward
+from .backward import ROW_PADDING, adds_dq, prepare_backward
 from .build import build, plan
-from .forward import forward
+from .forward import prepare_forward
 from .launch import INTERPRET, instruction, interpreter_fault
 
 # What a tile may have besides its own: of the forward, whether acc is rescaled only when it must be; of the backward,
@@ -107,36 +107,15 @@ class TritonPort(Port):
         launches = plan(problem, target, direction, tile, switches, dlse, deterministic)
         return [Code.of(launch, dtypes, target) for launch, dtypes in launches]
 
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        problem: Problem,
-        target: Target,
-        tile: Tile,
-        switches: Switches,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _check_device(q.device)
-        return forward(q, k, v, problem, target, tile, switches)
+    def _prepare_forward(self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+        _check_device(forms["q"].device)
+        return prepare_forward(forms, problem, target, tile, switches)
 
-    def _backward(
-        self,
-        do: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        problem: Problem,
-        target: Target,
-        tile: Tile,
-        switches: Switches,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _check_device(q.device)
-        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
+    def _prepare_backward(
+        self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool
+    ) -> Run:
+        _check_device(forms["q"].device)
+        return prepare_backward(forms, problem, target, tile, switches, deterministic)
 
 
 def _check_device(device: torch.device) -> None:
