@@ -1,9 +1,9 @@
 """The contract every port is written against: problems, masks, targets, tiles, ports and `attention()`."""
 
 from .attention import attention
-from .buffers import GuardedBuffers, empty, empty_like
+from .buffers import Form, GuardedBuffers, empty, empty_like
 from .mask import Corner, Mask, TileKind
-from .ports import Build, Kernel, Port, Unsupported, check_tensors, port, port_names, port_package
+from .ports import Build, Kernel, Port, Unsupported, port, port_names, port_package
 from .problem import DTYPE_NAMES, Direction, Problem
 from .target import Card, Target
 from .tile import RUNGS, Switches, Tile
@@ -17,6 +17,7 @@ __all__ = [
     "Card",
     "Corner",
     "Direction",
+    "Form",
     "Grid",
     "GuardedBuffers",
     "Kernel",
@@ -31,7 +32,6 @@ __all__ = [
     "Unsupported",
     "Work",
     "attention",
-    "check_tensors",
     "empty",
     "empty_like",
     "port",

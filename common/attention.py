@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from .buffers import empty_like
@@ -52,7 +53,10 @@ def attention(
         raise ValueError("causal=True and mask are two ways to say the same: give one")
     if not torch.compiler.is_compiling() and not any(_is_traced(x) for x in (q, k, v)):
         problem = Problem.from_tensors(q, k, v, mask=mask, scale=scale)
-        o, lse = _Eager.apply(q, k, v, problem, port(impl), deterministic)
+        if _is_differentiated(q, k, v):
+            o, lse = _Eager.apply(q, k, v, problem, port(impl), deterministic)
+        else:  # autograd's way costs the host as much again
+            o, lse = port(impl).forward(q, k, v, problem, switches=_switches(q))
     else:
         if scale is None:
             scale = 1 / math.sqrt(q.shape[-1])
@@ -68,6 +72,13 @@ def attention(
 def _is_traced(tensor: object) -> bool:
     # A fake tensor, or another one that stands for an operator's arguments rather than for memory.
     return isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_differentiated(*tensors: torch.Tensor) -> bool:
+    # By autograd, forward or backward, or a transform of torch.func; `_Eager` refuses what it does not know.
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 _FULL, _CAUSAL = Mask(), Mask.causal()

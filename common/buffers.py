@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -21,12 +22,59 @@ class _State(threading.local):
 _state = _State()
 
 
+class Form(NamedTuple):
+    """All of a tensor but its values and its place in memory; strides in elements.
+
+    negative: it is a view that stands for the negative of what is in memory (`torch.Tensor.is_neg`).
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    negative: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """The form of a strided tensor."""
+        return cls(*form_key(tensor))
+
+    @classmethod
+    def packed(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Form:
+        """The form of a contiguous tensor."""
+        return cls(tuple(shape), torch.empty(shape, device="meta").stride(), dtype, device)
+
+    @property
+    def dense(self) -> Form:
+        """The form that `empty_like` gives for a tensor of this one."""
+        return self._replace(strides=_dense(self._on_meta()).stride(), negative=False)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """What `torch.Tensor.is_contiguous` says of it."""
+        return self._on_meta().is_contiguous()
+
+    def empty(self) -> torch.Tensor:
+        """An uninitialised tensor of this form: the shortest way to one for a caller that knows the strides."""
+        guard = _state.guard
+        if guard is None:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return guard.allocate(self._on_meta(), self.device)
+
+    def _on_meta(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+def form_key(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]:
+    """The fields of a tensor's form, which a look-up on the way of every launch needs no more than."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()
+
+
 def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised contiguous tensor."""
-    guard = _state.guard
-    if guard is None:
+    if _state.guard is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    return guard.allocate(torch.empty(shape, dtype=dtype, device="meta"), device)
+    return Form.packed(shape, dtype, device).empty()
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,12 +83,14 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     So the output for a `(B, N, H, D)` tensor seen through `transpose(1, 2)` is such a view as well. Where the last
     dimension of `tensor` is not its innermost, the result is contiguous.
     """
-    guard = _state.guard
-    # A device, even the tensor's own, makes the call three times as long.
-    like = torch.empty_like(tensor) if guard is None else torch.empty_like(tensor, device="meta")
+    return _dense(tensor) if _state.guard is None else Form.of(tensor).dense.empty()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    like = torch.empty_like(tensor)
     if tensor.stride(-1) != 1 or like.stride(-1) != 1:  # the second: rows that overlap have no order to go by
         like = torch.empty(tensor.shape, dtype=tensor.dtype, device=like.device)
-    return like if guard is None else guard.allocate(like, tensor.device)
+    return like
 
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:

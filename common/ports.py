@@ -6,16 +6,16 @@ import importlib
 import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .buffers import empty, empty_like
+from .buffers import Form, empty, empty_like, form_key
 from .errors import Unsupported, check_strided, check_type
 from .problem import DTYPE_NAMES, Direction, Problem, check_direction
 from .target import ADA, Target
@@ -23,7 +23,7 @@ from .tile import Switches, Tile
 from .tile_table import Grid, TileTable
 from .work import Work
 
-__all__ = ["Build", "Kernel", "Port", "Unsupported", "check_tensors", "port", "port_names", "port_package"]
+__all__ = ["Build", "Kernel", "Port", "Unsupported", "port", "port_names", "port_package"]
 
 # name: (module, class, how to get the package it needs)
 _PORTS = {
@@ -63,41 +63,45 @@ class Kernel(Protocol):
         """Compiles it for an architecture, into the cache on disk that a launch looks into."""
 
 
-def check_tensors(problem: Problem, **tensors: torch.Tensor | None) -> None:
-    """Compares tensors, under the names that `Port.backward` gives them, with the problem they are said to be of.
+# The forms of a call's tensors, under the names that `Port.backward` gives them and without a dlse that is None; and
+# what is called with the tensors and returns the outputs of its direction.
+Forms = dict[str, Form]
+Run = Callable[..., tuple[torch.Tensor, ...]]
+
+_LSES = ("lse", "dlse")
+_Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]  # the fields of a `Form`
+
+
+def _key(name: str, tensor: torch.Tensor) -> _Key:
+    check_strided(name, tensor)
+    return form_key(tensor)
+
+
+def _check_forms(problem: Problem, forms: Forms) -> None:
+    """Compares the forms of a call's tensors with the problem they are said to be of.
 
     `lse` and `dlse` are fp32 `(B, Hq, Nq)`; k, v have the shape `(B, Hkv, Nk, D)`, the others that of q. A tensor with
-    one dimension less has one head and leaves it out, and then all do. Only `dlse` may be None. Raises TypeError for a
-    wrong type or dtype, ValueError for a wrong shape or device; the message names the argument, what came and what is
-    allowed.
+    one dimension less has one head and leaves it out, and then all do. Raises TypeError for a wrong dtype, ValueError
+    for a wrong shape or device; the message names the argument, what came and what is allowed.
     """
-    check_type("problem", problem, Problem)
     device, one_head = None, None
-    for name, tensor in tensors.items():
-        if tensor is None and name == "dlse":
-            continue
-        check_strided(name, tensor)
-        assert tensor is not None
-        is_lse = name in ("lse", "dlse")
+    for name, form in forms.items():
+        is_lse = name in _LSES
         shape = problem.lse_shape if is_lse else problem.kv_shape if name in ("k", "v") else problem.q_shape
-        if tensor.shape != shape and not (shape[1] == 1 and tensor.shape == shape[:1] + shape[2:]):
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if form.shape != shape and not (shape[1] == 1 and form.shape == shape[:1] + shape[2:]):
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(form.shape)}")
         if one_head is None:
-            one_head = tensor.dim() < len(shape)
-        elif one_head != (tensor.dim() < len(shape)):
+            one_head = len(form.shape) < len(shape)
+        elif one_head != (len(form.shape) < len(shape)):
             allowed = shape[:1] + shape[2:] if one_head else shape
-            raise ValueError(f"{name} must have shape {allowed} as the tensors before it, got {tuple(tensor.shape)}")
+            raise ValueError(f"{name} must have shape {allowed} as the tensors before it, got {tuple(form.shape)}")
         dtype = torch.float32 if is_lse else problem.dtype
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+        if form.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {form.dtype}")
         if device is None:
-            device = tensor.device
-        elif tensor.device != device:
-            raise ValueError(f"{name} must be on {device} as the tensors before it, got {tensor.device}")
-
-
-def _with_heads(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return tensor if tensor.dim() == dim else tensor.unsqueeze(1)
+            device = form.device
+        elif form.device != device:
+            raise ValueError(f"{name} must be on {device} as the tensors before it, got {form.device}")
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,11 +111,22 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    # What most calls bring is asked for first: this is on the way of every launch.
-    if tensor.dim() == 4 and tensor.stride(-1) == 1 and not tensor.is_neg():
-        return tensor
-    return unit_stride(_with_heads(tensor, 4))
+def _is_taken(name: str, form: Form) -> bool:
+    """Whether a port's own part takes a tensor of that form as it is."""
+    if form.negative:
+        return False
+    if name in _LSES:
+        return len(form.shape) == 3 and form.is_contiguous
+    return len(form.shape) == 4 and form.strides[-1] == 1
+
+
+def _taken(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor in a form that is taken: itself, a view with the head it leaves out, or a copy."""
+    if tensor is None:
+        return None
+    if name in _LSES:
+        return (tensor if tensor.dim() == 3 else tensor.unsqueeze(1)).resolve_neg().contiguous()
+    return unit_stride(tensor if tensor.dim() == 4 else tensor.unsqueeze(1))
 
 
 class Port(ABC):
@@ -119,8 +134,10 @@ class Port(ABC):
 
     The public methods hold what is the same for all: validation, the dimension a single head leaves out, the copy of a
     tensor whose last stride is not 1, and problems with nothing to compute. A port writes `_forward` and `_backward`,
-    which see four-dimensional tensors with a last stride of 1, at least one query and at least one key; one that
-    compiles writes `_build` and `_launches`, and `_kernels` if compiling takes long.
+    which see four-dimensional tensors with a last stride of 1, at least one query and at least one key. One that
+    compiles writes `_prepare_forward` and `_prepare_backward` in their place, so that a call with tensors of forms that
+    came before does no more than allocate and launch; and `_build` and `_launches`, and `_kernels` if compiling takes
+    long.
 
     tile_table: the path of its `tiles.yaml`, if it has one.
     """
@@ -244,14 +261,10 @@ class Port(ABC):
 
         Raises TypeError/ValueError for tensors that are not the problem's, Unsupported for what this port cannot do.
         """
-        check_tensors(problem, q=q, k=k, v=v)
-        target, tile, switches = self._plan(problem, "forward", _target_on(q.device, target), tile, switches)
-        if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
-            o = empty_like(q).zero_()
-            lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device).fill_(-math.inf)
-            return o, lse
-        o, lse = self._forward(_rows(q), _rows(k), _rows(v), problem, target, tile, switches)
-        return (o, lse) if q.dim() == 4 else (o.squeeze(1), lse.squeeze(1))
+        _check_options(problem, target, tile, switches)
+        keys = _key("q", q), _key("k", k), _key("v", v)
+        o, lse = prepared(self, "forward", problem, target, tile, switches, False, keys)(q, k, v)
+        return o, lse
 
     def backward(
         self,
@@ -278,16 +291,13 @@ class Port(ABC):
 
         Raises TypeError/ValueError for tensors that are not the problem's, Unsupported for what this port cannot do.
         """
-        check_tensors(problem, do=do, dlse=dlse, q=q, k=k, v=v, o=o, lse=lse)
+        _check_options(problem, target, tile, switches)
         check_type("deterministic", deterministic, bool)
-        target, tile, switches = self._plan(problem, "backward", _target_on(q.device, target), tile, switches)
-        if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
-            return empty_like(q).zero_(), empty_like(k).zero_(), empty_like(v).zero_()
-        do4, q4, k4, v4, o4 = _rows(do), _rows(q), _rows(k), _rows(v), _rows(o)
-        lse3 = _with_heads(lse, 3).resolve_neg().contiguous()
-        dlse3 = None if dlse is None else _with_heads(dlse, 3).resolve_neg().contiguous()
-        dq, dk, dv = self._backward(do4, dlse3, q4, k4, v4, o4, lse3, problem, target, tile, switches, deterministic)
-        return (dq, dk, dv) if q.dim() == 4 else (dq.squeeze(1), dk.squeeze(1), dv.squeeze(1))
+        dlse_key = None if dlse is None else _key("dlse", dlse)
+        keys = _key("do", do), dlse_key, _key("q", q), _key("k", k), _key("v", v), _key("o", o), _key("lse", lse)
+        run = prepared(self, "backward", problem, target, tile, switches, deterministic, keys)
+        dq, dk, dv = run(do, dlse, q, k, v, o, lse)
+        return dq, dk, dv
 
     def _plan(
         self,
@@ -337,7 +347,18 @@ class Port(ABC):
     ) -> tuple[Work, ...]:
         return ()
 
-    @abstractmethod
+    def _prepare_forward(self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+        """What computes o and lse of q, k, v of these forms. It is kept for as long as such calls come."""
+        return lambda q, k, v: self._forward(q, k, v, problem, target, tile, switches)
+
+    def _prepare_backward(
+        self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool
+    ) -> Run:
+        """What computes dq, dk and dv of do, dlse, q, k, v, o, lse of these forms; without a dlse it is None."""
+        return lambda do, dlse, q, k, v, o, lse: self._backward(
+            do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic
+        )
+
     def _forward(
         self,
         q: torch.Tensor,
@@ -347,9 +368,9 @@ class Port(ABC):
         target: Target,
         tile: Tile,
         switches: Switches,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
 
-    @abstractmethod
     def _backward(
         self,
         do: torch.Tensor,
@@ -364,7 +385,68 @@ class Port(ABC):
         tile: Tile,
         switches: Switches,
         deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+@lru_cache(maxsize=4096)
+def prepared(
+    port: Port,
+    direction: Direction,
+    problem: Problem,
+    target: Target | None,
+    tile: Tile | None,
+    switches: Switches | None,
+    deterministic: bool,
+    keys: tuple[_Key | None, ...],
+) -> Run:
+    """What computes a direction of tensors whose forms have these fields, in the order of the public method.
+
+    The one look-up of a warm call: what it finds was validated, its tile chosen and its kernels made ready before. What
+    is refused is not kept, and refused anew. Raises what the public methods do.
+    """
+    names = ("q", "k", "v") if direction == "forward" else ("do", "dlse", "q", "k", "v", "o", "lse")
+    forms = {name: Form(*key) for name, key in zip(names, keys, strict=True) if key is not None}
+    _check_forms(problem, forms)
+    plan = problem, *port._plan(problem, direction, _target_on(forms["q"].device, target), tile, switches)
+    if problem.batch == 0 or problem.len_q == 0 or problem.len_k == 0:
+        return _no_attention if direction == "forward" else _no_gradients
+    if all(_is_taken(name, form) for name, form in forms.items()):
+        if direction == "forward":
+            return port._prepare_forward(forms, *plan)
+        return port._prepare_backward(forms, *plan, deterministic)
+
+    options: dict[str, Any] = {"target": target, "tile": tile, "switches": switches}
+    if direction == "backward":
+        options["deterministic"] = deterministic
+    one_head = len(forms["q"].shape) == 3
+
+    def once_taken(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        outputs = getattr(port, direction)(*map(_taken, names, tensors), problem, **options)
+        return tuple(output.squeeze(1) for output in outputs) if one_head else outputs
+
+    return once_taken
+
+
+def _no_attention(q: torch.Tensor, *kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return empty_like(q).zero_(), lse.fill_(-math.inf)
+
+
+def _no_gradients(
+    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return empty_like(q).zero_(), empty_like(k).zero_(), empty_like(v).zero_()
+
+
+def _check_options(problem: object, target: object, tile: object, switches: object) -> None:
+    check_type("problem", problem, Problem)
+    if target is not None:
+        check_type("target", target, Target)
+    if tile is not None:
+        check_type("tile", tile, Tile)
+    if switches is not None:
+        check_type("switches", switches, Switches)
 
 
 _ALL_ON = Switches()
@@ -386,7 +468,6 @@ def _target_on(device: torch.device, target: Target | None) -> Target:
     native = _native(device)
     if target is None:
         return native
-    check_type("target", target, Target)
     if device.type == "cuda" and not target.runs_on(native):
         raise Unsupported(f"code for {target} does not run on {torch.cuda.get_device_name(device)}, which is {native}")
     return target

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import torch
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
 from .backward_budget import backward_block_d, dq_tile, dq_warps, key_warps
 from .backward_dkdv import DkdvKernel
@@ -83,26 +84,38 @@ def plan_backward(
     )
 
 
-def backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`dq, dk, dv`, laid out as q, k, v are. The last strides are 1; lse and dlse are packed."""
-    do, q, k, v, o = settle(do), settle(q), settle(k), settle(v), settle(o)
-    kernels = ready(plan_backward, problem, target, tile, switches, q.device, dlse is not None, deterministic)
-    prepare, dkdv, finish = kernels
-    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+def prepare_backward(
+    forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool
+) -> Run:
+    """What computes `dq, dk, dv`, laid out as q, k, v are, of do, dlse, q, k, v, o, lse of these forms.
+
+    The last strides are 1; lse and dlse are packed.
+    """
+    device = forms["q"].device
+    launches = plan_backward(problem, target, tile, switches, "dlse" in forms, deterministic)
+    prepare, dkdv, finish = ready(launches, device)
+    like_dq, like_dk, like_dv = (forms[name].dense for name in "qkv")
     rows = padded_len(problem)
-    stats = empty((problem.batch, problem.heads_q, 2, rows), dtype=torch.float32, device=q.device)
-    # Without atomics no kernel has code that touches the sums, but the argument is there; so it is with dlse.
-    dq_sum = stats
-    if tile.get("atomics", 0) and not deterministic:
-        sum_shape = (problem.batch, problem.heads_q, rows, backward_block_d(problem))
-        dq_sum = empty(sum_shape, dtype=torch.float32, device=q.device)
-    prepare(do, o, lse, lse if dlse is None else dlse, stats, dq_sum)
-    dkdv(do, q, k, v, stats, dk, dv, dq_sum)
-    if dq_sum is stats:
-        finish(do, q, k, v, stats, dq)
-    else:
-        finish(dq_sum, dq)
-    return dq, dk, dv
+    like_stats = Form.packed((problem.batch, problem.heads_q, 2, rows), torch.float32, device)
+    sum_shape = problem.batch, problem.heads_q, rows, backward_block_d(problem)
+    like_sum = Form.packed(sum_shape, torch.float32, device)
+    add_dq = bool(tile.get("atomics", 0)) and not deterministic
+
+    def backward(
+        do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        do, q, k, v = settle(do), settle(q), settle(k), settle(v)
+        dq, dk, dv = like_dq.empty(), like_dk.empty(), like_dv.empty()
+        stats = like_stats.empty()
+        # Without atomics no kernel has code that touches the sums, but the argument is there; so it is with dlse.
+        dq_sum = like_sum.empty() if add_dq else stats
+        prepare(do, settle(o), lse, lse if dlse is None else dlse, stats, dq_sum)
+        dkdv(do, q, k, v, stats, dk, dv, dq_sum)
+        if add_dq:
+            finish(dq_sum, dq)
+        else:
+            finish(do, q, k, v, stats, dq)
+        return dq, dk, dv
+
+    return backward

@@ -38,7 +38,8 @@ import torch
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
 from .blocks import (
     LN_2,
@@ -302,13 +303,15 @@ def plan_forward(problem: Problem, target: Target, tile: Tile, switches: Switche
     )
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`o`, laid out as q is, and `lse (B, Hq, Nq)`. The last stride of q, k and v is 1."""
-    q, k, v = settle(q), settle(k), settle(v)
-    (kernel,) = ready(plan_forward, problem, target, tile, switches, q.device)
-    o = empty_like(q)
-    lse = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    kernel(q, k, v, o, lse)
-    return o, lse
+def prepare_forward(forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+    """What computes `o`, laid out as q is, and `lse (B, Hq, Nq)` of q, k, v of these forms, whose last stride is 1."""
+    device = forms["q"].device
+    (kernel,) = ready(plan_forward(problem, target, tile, switches), device)
+    like_o, like_lse = forms["q"].dense, Form.packed(problem.lse_shape, torch.float32, device)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = like_o.empty(), like_lse.empty()
+        kernel(settle(q), settle(k), settle(v), o, lse)
+        return o, lse
+
+    return forward

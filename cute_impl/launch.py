@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -138,22 +138,12 @@ def packed(dtype: str, *shape: Any, align: int = 16) -> Any:
     return make_fake_compact_tensor(_ELEMENTS[dtype], shape, stride_order=order, assumed_align=align)
 
 
-@lru_cache(maxsize=4096)
-def ready(
-    plan: Callable[..., tuple[Launch, ...]],
-    problem: Problem,
-    target: Target,
-    tile: Tile,
-    switches: Switches,
-    device: torch.device,
-    *more: Any,
-) -> tuple[Callable[..., None], ...]:
-    """The compiled kernels of a plan for a device, which take the tensors only.
+def ready(launches: Iterable[Launch], device: torch.device) -> tuple[Callable[..., None], ...]:
+    """The compiled kernels of launches for a device, which take the tensors only.
 
     A target that is not the device's own keeps its tiles and is compiled for the device.
     """
     sm = Target.detect(device).sm
-    launches = plan(problem, target, tile, switches, *more)
     return tuple(_bind(launch.code.compile(sm), launch.scalars) for launch in launches)
 
 

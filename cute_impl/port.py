@@ -10,14 +10,14 @@ import torch
 
 from common import Build, Direction, Grid, Port, Problem, Switches, Target, Tile, Unsupported, Work
 from common.budget import check_budget
-from common.ports import NAIVE_TILE, dtype_reason
+from common.ports import NAIVE_TILE, Forms, Run, dtype_reason
 from common.target import ADA
 from common.work import backward_work, forward_work
 
 from . import backward_budget, budget
-from .backward import backward, plan_backward
+from .backward import plan_backward, prepare_backward
 from .build import build
-from .forward import forward, plan_forward
+from .forward import plan_forward, prepare_forward
 from .launch import Code, Launch
 
 # What a tile may have besides its own; each direction reads its own extras.
@@ -119,36 +119,15 @@ class CutePort(Port):
             launches = plan_backward(problem, target, tile, switches, dlse, deterministic)
         return [launch.code for launch in launches]
 
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        problem: Problem,
-        target: Target,
-        tile: Tile,
-        switches: Switches,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _check_device(q.device)
-        return forward(q, k, v, problem, target, tile, switches)
+    def _prepare_forward(self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+        _check_device(forms["q"].device)
+        return prepare_forward(forms, problem, target, tile, switches)
 
-    def _backward(
-        self,
-        do: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        problem: Problem,
-        target: Target,
-        tile: Tile,
-        switches: Switches,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _check_device(q.device)
-        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches, deterministic)
+    def _prepare_backward(
+        self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool
+    ) -> Run:
+        _check_device(forms["q"].device)
+        return prepare_backward(forms, problem, target, tile, switches, deterministic)
 
 
 def _check_device(device: torch.device) -> None:

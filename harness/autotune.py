@@ -3,12 +3,14 @@
 Autotuning is wrapped around the kernels from outside, in a process of its own: the name of a kernel in its module is
 bound to an object that the launcher takes for the kernel, and that hands every launch to Triton's autotuner with the
 candidates of the sweep as its configurations. Both sides begin with empty caches.
+
+A backward is called with `deterministic=True` on both sides: an autotuner launches a kernel many times over, and one
+that adds to dq would add to it as often.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,8 @@ from typing import Any
 
 import torch
 
-from common import Direction, Problem, Switches, Tile, port_package
+from common import Direction, Problem, Switches, Target, Tile, port_package
+from common.ports import prepared
 
 from .candidates import Stage
 from .isolation import Caller, Here, Lost, Worker
@@ -104,7 +107,7 @@ def autotune_calls(
     """
     if direction == "backward":
         Stand.of(setting, case).new_trial(TUNES).calls("forward")()  # not tuned, and not in the first call
-    tuned = [_bind(case.problem, direction, kernel, own, bench) for kernel, own in tiles.items()]
+    tuned = [_bind(case.problem, setting.target, direction, *own, bench) for own in tiles.items()]
     first_s, second_s = _calls(setting, case, direction)
     return FirstCalls(first_s, second_s, chosen=tuple(str(one) for one in tuned))
 
@@ -112,7 +115,7 @@ def autotune_calls(
 def _calls(setting: Setting, case: Case, direction: Direction) -> tuple[float, float]:
     trial, device = Stand.of(setting, case).new_trial(TUNES), setting.environment.device
     saved = () if direction == "forward" else trial.calls("forward")()
-    call = trial.calls(direction, saved)
+    call = trial.calls(direction, saved, deterministic=True)
     seconds = []
     with torch.no_grad():
         for _ in range(2):
@@ -124,17 +127,18 @@ def _calls(setting: Setting, case: Case, direction: Direction) -> tuple[float, f
     return seconds[0], seconds[1]
 
 
-def _bind(problem: Problem, direction: Direction, kernel: str, tiles: Sequence[Tile], bench: Bench | None) -> _Tuned:
+def _bind(
+    problem: Problem, target: Target, direction: Direction, kernel: str, tiles: Sequence[Tile], bench: Bench | None
+) -> _Tuned:
     """Puts an autotuner in the place of a kernel."""
-    plan = importlib.import_module(f"{port_package(TUNES)}.build").plan
-    plans = [plan(problem, direction, tile, Switches()) for tile in tiles]
+    package = port_package(TUNES)
+    plan = importlib.import_module(f"{package}.build").plan
+    plans = [plan(problem, target, direction, tile, Switches(), deterministic=True) for tile in tiles]
     launches = [launch for planned in plans for launch, _ in planned if launch.kernel.__name__ == kernel]
     tuned = _Tuned(launches, bench)
-    module = sys.modules[launches[0].kernel.fn.__module__]
+    module = importlib.import_module(f"{package}.{direction}")  # that which plans the direction's launches
     setattr(module, kernel, tuned)
-    for name in ("plan_forward", "plan_backward"):  # they keep launches of the kernel itself
-        if hasattr(module, name):
-            getattr(module, name).cache_clear()
+    prepared.cache_clear()  # it keeps launches of the kernel itself
     return tuned
 
 
@@ -188,6 +192,9 @@ class _Compiled:
 
     metadata: Any
     launch: Callable[..., Any]
+    function: Any = None
+    packed_metadata: Any = None
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return self.launch
+    def run(self, *about_and_arguments: Any) -> None:
+        """As Triton's own: nine arguments say where and how to launch, the kernel's follow."""
+        self.launch(*about_and_arguments[9:])

@@ -229,9 +229,9 @@ class Trial:
             return lambda: self.calls("backward", forward())()
         return self.calls("backward", forward())
 
-    def calls(self, direction: Direction, saved: Tensors = ()) -> Callable[[], Tensors]:
+    def calls(self, direction: Direction, saved: Tensors = (), *, deterministic: bool = False) -> Callable[[], Tensors]:
         """The call of one direction. saved: what the forward returned, for the backward."""
-        return self._calls(direction, self._inputs, saved)
+        return self._calls(direction, self._inputs, saved, deterministic=deterministic)
 
     def context(self) -> AbstractContextManager:
         """What has to be entered around the launches."""

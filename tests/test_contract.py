@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.ports
 from common import (
     DTYPE_NAMES,
+    Form,
     GuardedBuffers,
     Mask,
     Port,
@@ -34,6 +38,7 @@ from common import (
     port_names,
 )
 from common.target import TARGETS
+from reference.port import ReferencePort
 
 PROBLEM = Problem(batch=2, heads_q=4, heads_kv=2, len_q=5, len_k=7, head_dim=16)
 ADA = Target.named("ada")
@@ -401,7 +406,10 @@ def test_what_a_port_cannot_do_is_its_reason_and_nothing_runs(
     ("tile", "words"),
     [
         (Tile(64, 64, extra=(("cluster", 2), ("threads", 128))), "no cluster, threads"),
-        (Tile(64, 64, extra=(("dq_warp", 4),)), "no dq_warp (but dq_block_m, dq_block_n, dq_stages, dq_warps)"),
+        (
+            Tile(64, 64, extra=(("dq_warp", 4),)),
+            "no dq_warp (but atomics, dq_block_m, dq_block_n, dq_stages, dq_warps, lazy_rescale)",
+        ),
         (Tile(48, 64), "powers of two"),
         (Tile(4096, 4096), "sm_89 gives 101376 B"),
     ],
@@ -660,7 +668,7 @@ def test_empty_like_has_the_strides_of_torchs_own_or_is_packed(view: Callable[[t
     tensor = view(torch.zeros(2, 4, 3, 5, dtype=torch.float16))
     expected = torch.empty_like(tensor if tensor.stride(-1) == 1 else tensor.contiguous())
     with GuardedBuffers() as guard:
-        for buffer in (empty_like(tensor),):
+        for buffer in (empty_like(tensor), Form.of(tensor).dense.empty()):
             assert (buffer.shape, buffer.stride(), buffer.dtype) == (expected.shape, expected.stride(), expected.dtype)
             buffer.copy_(tensor)
     assert guard.faults() == []
@@ -766,6 +774,77 @@ def test_a_table_gives_the_tiles_of_the_smallest_head_dim_that_holds_the_problem
     assert found == expected
     found.clear()  # a caller's list is the caller's
     assert table.lookup(problem, Target.named(target), direction) == expected
+
+
+class Counted(ReferencePort):
+    """The reference, which counts how often it is prepared."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+
+    def _plan(self, *arguments: Any) -> Any:
+        self.prepared += 1
+        return super()._plan(*arguments)
+
+
+def test_a_call_of_known_forms_is_not_prepared_again_and_gives_what_the_first_did() -> None:
+    counted, t = Counted(), tensors(Problem(1, 1, 1, 5, 7, 16))
+    problem = Problem.from_tensors(t["q"], t["k"], t["v"])
+    for values in t.values():
+        values.normal_()
+    for _ in range(3):
+        o, lse = counted.forward(t["q"], t["k"], t["v"], problem)
+        expected = ReferencePort().forward(t["q"].clone(), t["k"].clone(), t["v"].clone(), problem)
+        assert torch.equal(o, expected[0])
+        assert torch.equal(lse, expected[1])
+        for values in t.values():
+            values.mul_(0.5)
+    assert counted.prepared == 1
+    for change in (lambda x: x.mT.contiguous().mT, lambda x: x[:, 0], lambda x: torch._neg_view(x)):
+        other = counted.forward(change(t["q"]), change(t["k"]), change(t["v"]), problem)
+        sign = -1 if change(t["q"]).is_neg() else 1
+        right = ReferencePort().forward(*(sign * t[name] for name in "qkv"), problem)
+        assert torch.equal(other[0].flatten(), right[0].flatten())
+
+
+def test_after_a_call_that_was_right_a_wrong_one_is_refused_as_before_it() -> None:
+    port_, t = ReferencePort(), tensors()
+    arguments = [t[name] for name in ("do", "dlse", "q", "k", "v", "o", "lse")]
+    port_.backward(*arguments, PROBLEM)
+    for _ in range(2):  # what is refused is not kept
+        for i, name in enumerate(("do", "dlse", "q", "k", "v", "o", "lse")):
+            elsewhere = arguments[i].to("meta")
+            for wrong, kind in (
+                (arguments[i][:1], ValueError),
+                (arguments[i].double(), TypeError),
+                (elsewhere, ValueError),
+                (arguments[i].to_sparse(), TypeError),
+                (3, TypeError),
+            ):
+                # With the first tensor elsewhere, it is the next that is not where "the tensors before it" are.
+                told = name if i or wrong is not elsewhere else "dlse"
+                with pytest.raises(kind, match=f"^{told} must (be|have)"):
+                    port_.backward(*arguments[:i], wrong, *arguments[i + 1 :], PROBLEM)  # type: ignore[arg-type]
+        for name, option in (("tile", [16, 16]), ("switches", {}), ("target", ["ada"]), ("deterministic", 0)):
+            with pytest.raises(TypeError, match=name):
+                port_.backward(*arguments, PROBLEM, **{name: option})  # type: ignore[arg-type]
+
+
+def test_a_derivative_that_there_is_not_is_refused_and_not_left_out() -> None:
+    q = torch.randn(1, 1, 9, 16)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        attention(forward_ad.make_dual(q, q), q, q, impl="reference")
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.vmap(lambda x: attention(x, q, q, impl="reference"))(torch.stack([q, q]))
+
+
+def test_what_was_called_keeps_no_tensor_alive() -> None:
+    q = torch.randn(1, 1, 9, 16)
+    seen = weakref.ref(q)
+    kept = [weakref.ref(output) for output in attention(q, q, q, impl="reference", return_lse=True)]
+    del q
+    gc.collect()
+    assert [one() for one in (seen, *kept)] == [None] * 3
 
 
 def test_an_output_like_rows_that_overlap_has_a_last_stride_of_one() -> None:

@@ -52,7 +52,7 @@ FAULTS = [
         TILES,
         {"o"},
         {
-            "triton": Edit("forward.py", "acc = acc * rescale[:, None]", "acc = acc * 1.0"),
+            "triton": Edit("forward.py", "return acc * rescale[:, None],", "return acc * 1.0,"),
             "tilelang": Edit("forward.py", "acc[i, d] *= rescale[i]", "acc[i, d] *= 1.0"),
             "cute": Edit("forward.py", "acc[i, j] = acc[i, j] * rescale", "acc[i, j] = acc[i, j] * 1.0"),
         },
@@ -145,7 +145,7 @@ FAULTS = [
         {"dk", "dv"},
         {
             "triton": Edit(
-                "backward.py", "for member in range(group):", "for member in range(tl.maximum(group - 1, 1)):"
+                "backward_dkdv.py", "for member in range(group):", "for member in range(tl.maximum(group - 1, 1)):"
             ),
             "tilelang": Edit("backward.py", "tiles * group if GROUPED", "tiles * T.max(group - 1, 1) if GROUPED"),
             "cute": Edit(
@@ -173,7 +173,7 @@ FAULTS = [
         SCALE,
         {"dq"},
         {
-            "triton": Edit("backward.py", "dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)", "dq = q.to(tl.float32)"),
+            "triton": Edit("backward_dq.py", "dq = hidden_zeros(q)", "dq = q.to(tl.float32)"),
             "tilelang": Edit("backward.py", "T.fill(dq, 0)", "T.fill(dq, 1)"),
             "cute": Edit("backward_prepare.py", "zeros.fill(0.0)", "zeros.fill(1.0)"),
         },

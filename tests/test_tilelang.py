@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import Direction, Mask, Problem, Switches, Target, Tile, TileKind, Unsupported, port
+from common import Direction, Form, Mask, Problem, Switches, Target, Tile, TileKind, Unsupported, port
 from common.ports import NAIVE_TILE
 
 tilelang_impl = pytest.importorskip("tilelang_impl", reason="TileLang is not installed", exc_type=ImportError)
@@ -30,8 +30,10 @@ from tilelang_impl.launch import (  # noqa: E402
     band,
     block_d,
     in_a_fresh_thread,
+    in_memory,
     padded_len,
     settle,
+    settled,
 )
 
 from .cases import LAYOUTS, laid_out  # noqa: E402
@@ -272,10 +274,13 @@ def test_tensors_that_are_not_on_a_cuda_device_are_refused() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_layouts_are_taken_as_they_are_and_others_copied_once(layout: str) -> None:
     tensor = laid_out(torch.randn(2, 3, 10, 16, dtype=torch.float16), layout)
-    taken, name = settle(tensor)
-    assert torch.equal(taken, tensor)
+    form, name = settled(Form.of(tensor))
     assert name == ("bnhd" if layout == "bshd" else "bhnd")
-    assert (taken is tensor) == (layout in ("packed", "bshd"))
+    assert in_memory(form.empty(), name).is_contiguous()
+    taken = settle(tensor, name)
+    assert taken.is_contiguous()
+    assert torch.equal(in_memory(taken, name), tensor)
+    assert (taken.data_ptr() == tensor.data_ptr()) == (layout in ("packed", "bshd"))
     assert taken.data_ptr() % 16 == 0
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from common import Mask, Problem, Switches, Target, Tile, Unsupported, port
+from common import GuardedBuffers, Mask, Problem, Switches, Target, Tile, Unsupported, port
+from harness.checks import Truth
 from triton_impl.backward import plan_backward
 from triton_impl.forward import plan_forward
 
+from .helpers import assert_allowed
 from .subjects import GPU, case_of
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -24,7 +28,7 @@ def test_the_order_of_many_tiles_over_few_keys_is_in_32_bits(lengths: tuple[int,
     q, k = layouts[lengths[0]], layouts[lengths[1]]
     tile, switches = Tile(16, 16), Switches()
     launches = [plan_forward(problem, tile, switches, q, k, k, q)]
-    launches += plan_backward(problem, tile, switches, False, q, q, k, k, q, q, k, k)[1:]
+    launches += plan_backward(problem, ADA, tile, switches, False, True, q, q, k, k, q, q, k, k)[1:]
     for launch in launches:
         *_, count, section, _, _, _, _, _ = launch.numbers
         assert 1 <= section <= count  # so that tiles x section is at most the grid
@@ -53,27 +57,45 @@ def test_a_tile_that_triton_cannot_cut_is_refused(tile: Tile) -> None:
         TRITON.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, "forward", tile)
 
 
+@pytest.mark.parametrize("factor", [1.0, 12.0])
+@pytest.mark.parametrize("mask", [Mask(), Mask.causal(), Mask.causal("top_left"), Mask(left=9, right=12)], ids=str)
+def test_a_maximum_that_lags_behind_changes_nothing(mask: Mask, factor: float) -> None:
+    case = replace(case_of((1, 2, 150, 32), (1, 1, 190, 32), torch.float16, mask), factors=(("q", factor),))
+    tile = Tile(64, 32, warps=4, stages=2, extra=(("lazy_rescale", 1),))
+    for dtype in (torch.float16, torch.bfloat16):
+        one = replace(case, dtype=dtype)
+        inputs = one.inputs(DEVICE)
+        with GuardedBuffers() as guard:
+            outputs = TRITON.forward(inputs.q, inputs.k, inputs.v, one.problem, tile=tile)
+        assert not guard.faults()
+        assert_allowed(outputs, Truth(one.problem, inputs).forward(), dtype)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_ada_path_stays_on_mma_sync_within_its_shared_memory_on_any_card(head_dim: int) -> None:
+def test_the_ada_path_stays_on_mma_sync_within_its_shared_memory_on_any_card(
+    head_dim: int, deterministic: bool
+) -> None:
     case = case_of((1, 2, 300, head_dim), (1, 2, 300, head_dim), torch.bfloat16, Mask.causal())
     inputs, problem = case.inputs(DEVICE), case.problem
     q, k, v = inputs.q, inputs.k, inputs.v
     o, lse = TRITON.forward(q, k, v, problem, target=ADA)
-    TRITON.backward(inputs.do, None, q, k, v, o, lse, problem, target=ADA)
+    TRITON.backward(inputs.do, None, q, k, v, o, lse, problem, target=ADA, deterministic=deterministic)
     layout = q.stride()
     forward_tile, backward_tile = (TRITON.tiles(problem, ADA, way)[0] for way in ("forward", "backward"))
     launches = [
         plan_forward(problem, forward_tile, Switches(), *[layout] * 4),
-        *plan_backward(problem, backward_tile, Switches(), False, *[layout] * 8)[1:],
+        *plan_backward(problem, ADA, backward_tile, Switches(), False, deterministic, *[layout] * 8)[1:],
     ]
     for launch in launches:
         built = [kernel for (target, *_), kernel in launch.compiled.items() if target == "ada"]
         assert built
         for kernel in built:
             ptx = kernel.asm["ptx"]
-            assert "mma.sync" in ptx
-            assert "cp.async.cg" in ptx
+            if launch.kernel.__name__ != "cast_kernel":
+                assert "mma.sync" in ptx
+                assert "cp.async.cg" in ptx
             assert "wgmma" not in ptx
             assert "cp.async.bulk" not in ptx
             assert kernel.metadata.shared <= ADA.smem_per_block

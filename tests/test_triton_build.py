@@ -20,7 +20,7 @@ from harness.environment import INTERPRET
 from harness.isolation import Here, Worker
 from harness.spills import Built, Spills
 from triton_impl import budget
-from triton_impl.launch import row_tile
+from triton_impl.launch import block_d, row_tile
 
 from .triton_builds import Request
 
@@ -38,14 +38,22 @@ SHIPPED += [Request("hopper", "forward", 128, causal=True), Request("blackwell",
 
 
 def cut(
-    target: str, direction: Direction, d: int, m: int, n: int, stages: int, warps: int = 4, dtype: str = "bf16"
+    target: str,
+    direction: Direction,
+    d: int,
+    m: int,
+    n: int,
+    stages: int,
+    warps: int = 4,
+    dtype: str = "bf16",
+    **extra: int,
 ) -> Request:
-    tile = {"block_m": m, "block_n": n, "warps": warps, "stages": stages}
+    tile = {"block_m": m, "block_n": n, "warps": warps, "stages": stages, **extra}
     return Request(target, direction, d, tile, dtype, edges=False)
 
 
 # Each for what it alone shows: one stage and several, rows fewer and more than columns, heads that are no power of two,
-# IEEE fp32, and tiles that are too small for the target's asynchronous products.
+# IEEE fp32, tiles that are too small for the target's asynchronous products, and dq by atomics.
 TILES = [
     cut("ada", "forward", 16, 128, 64, 1),
     cut("ada", "forward", 40, 64, 64, 2),
@@ -58,10 +66,16 @@ TILES = [
     cut("ada", "backward", 64, 64, 64, 3),
     cut("ada", "backward", 32, 32, 32, 1, dtype="fp32"),
     cut("ada", "backward", 64, 16, 16, 2, dtype="fp32"),
+    cut("ada", "backward", 64, 32, 128, 2, atomics=1),
+    cut("ada", "backward", 128, 64, 64, 2, atomics=1),
+    cut("ada", "backward", 40, 16, 32, 1, atomics=1),
+    cut("ada", "backward", 32, 32, 32, 2, dtype="fp32", atomics=1),
     cut("geforce_blackwell", "forward", 128, 64, 64, 3),
     cut("hopper", "forward", 128, 64, 32, 2),
     cut("hopper", "backward", 64, 64, 64, 3),
     cut("hopper", "backward", 256, 32, 64, 1),
+    cut("hopper", "backward", 128, 64, 128, 2, warps=8, atomics=1),
+    cut("blackwell", "backward", 64, 64, 64, 2, atomics=1),
     cut("blackwell", "forward", 64, 128, 64, 1, warps=8),
     cut("blackwell", "forward", 64, 32, 32, 2),
     cut("blackwell", "backward", 64, 64, 64, 2),
@@ -146,11 +160,15 @@ def test_the_budget_is_what_the_build_takes_and_at_most_half_as_much_again(
     target = Target.named(request_.target)
     tile = TRITON.tiles(request_.problem, target, request_.direction)[0]
     if request_.tile is not None:
-        tile = Tile(**request_.tile)
+        tile = Tile.parse(request_.tile)
     parts = budget.shared_memory(request_.problem, target, request_.direction, tile)
-    assert set(parts) == set(built) - {"prepare_kernel"}
-    for kernel, sizes in parts.items():
+    measured = set(parts) - ({"dq_kernel"} if tile.get("atomics", 0) else set())
+    assert measured == set(built) - {"prepare_kernel", "cast_kernel"}
+    for kernel in measured:
+        sizes = parts[kernel]
         assert built[kernel].shared <= sum(sizes.values()) <= 1.5 * built[kernel].shared, (kernel, sizes)
+    if "cast_kernel" in built:
+        assert built["cast_kernel"].shared <= 4 * tile.block_m * block_d(request_.problem)
 
 
 @pytest.mark.parametrize("request_", [one for one in TILES if one.target in ("ada", "geforce_blackwell")], ids=str)
@@ -158,7 +176,7 @@ def test_no_tile_for_a_geforce_card_leaves_mma_sync(answers: dict[str, Any], req
     for one in kernels(answers, request_):
         assert not {"wgmma", "tcgen05"} & set(one.instructions)
         assert one.shared <= 101_376
-        if one.kernel != "prepare_kernel":
+        if one.kernel not in ("prepare_kernel", "cast_kernel"):
             # IEEE fp32 has no matrix instruction at all.
             assert ("mma.sync" in one.instructions) == (request_.dtype != "fp32")
             assert ("cp.async" in one.instructions) == (one.tile.stages > 1)
@@ -166,7 +184,7 @@ def test_no_tile_for_a_geforce_card_leaves_mma_sync(answers: dict[str, Any], req
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_the_instruction_that_a_launch_is_counted_by_is_in_its_code(answers: dict[str, Any], request_: Request) -> None:
-    tile = None if request_.tile is None else Tile(**request_.tile)
+    tile = None if request_.tile is None else Tile.parse(request_.tile)
     works = TRITON.launches(request_.problem, Target.named(request_.target), request_.direction, tile=tile)
     for work, built in zip(works, kernels(answers, request_), strict=True):
         assert work.kernel == built.kernel
@@ -187,7 +205,7 @@ def test_shipped_tiles_spill_no_more_than_they_did(answers: dict[str, Any], requ
 
 def test_run_time_numbers_make_no_new_kernel(answers: dict[str, Any]) -> None:
     keys = answers["keys"]
-    assert set(keys) == {"forward_kernel", "prepare_kernel", "dkdv_kernel", "dq_kernel"}
+    assert set(keys) == {"forward_kernel", "prepare_kernel", "dkdv_kernel", "dq_kernel", "cast_kernel"}
     for kernel, found in keys.items():
         assert len(found) == len(SHAPES)
         # The backward's walks are compiled once more for problems in which some row sees no key.
@@ -258,7 +276,7 @@ def found_when_launched(problem: Problem, target: Target, native: Target, tile: 
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     found = []
-    for launch, dtypes in plan(problem, "backward", tile, Switches()):
+    for launch, dtypes in plan(problem, target, "backward", tile, Switches()):
         Code.of(launch, dtypes, target).compile(native.sm)
         launch.kernel.device_caches.clear()
         tensors = [torch.empty(64, dtype=dtype) for dtype in dtypes]
@@ -270,16 +288,17 @@ def found_when_launched(problem: Problem, target: Target, native: Target, tile: 
     return found
 
 
-@pytest.mark.parametrize(("target", "arch"), [("ada", "sm89"), ("hopper", "sm90")])
-def test_what_was_compiled_ahead_is_what_a_launch_looks_for(target: str, arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "arch", "last"), [("ada", "sm89", "cast_kernel"), ("hopper", "sm90", "dq_kernel")])
+def test_what_was_compiled_ahead_is_what_a_launch_looks_for(target: str, arch: str, last: str, tmp_path: Path) -> None:
     problem = Problem(2, 4, 2, 300, 333, 40, torch.bfloat16, Mask.causal())
     worker = Worker(environment={INTERPRET: "0", "TRITON_CACHE_DIR": str(tmp_path)})
     try:
-        about = Target.named(target), Target.named("hopper"), Tile(32, 32, 4, 2)
+        tile = Tile(32, 32, 4, 2, (("atomics", 1),) if last == "cast_kernel" else ())
+        about = Target.named(target), Target.named("hopper"), tile
         found = worker.call(found_when_launched, problem, *about)
     finally:
         worker.close()
-    assert found == [(kernel, arch, True) for kernel in ("prepare_kernel", "dkdv_kernel", "dq_kernel")]
+    assert found == [(kernel, arch, True) for kernel in ("prepare_kernel", "dkdv_kernel", last)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this process compiles")

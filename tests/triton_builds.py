@@ -16,12 +16,13 @@ import torch
 
 from common import DTYPE_NAMES, Direction, Mask, Problem, Switches, Target, Tile, port
 
+ATOMICS = Tile(64, 64, extra=(("atomics", 1),))
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
 class Request:
-    """One build. tile: keyword arguments of `Tile`, or None for the one that the port ships.
+    """One build. tile: what `Tile.parse` takes, or None for the one that the port ships.
 
     edges: without it there is one loop instead of two or three of the same memory, which compiles in half the time.
     """
@@ -43,7 +44,7 @@ class Request:
         return Problem(**shape, head_dim=self.head_dim, dtype=_DTYPES[self.dtype], mask=mask)
 
     def __str__(self) -> str:
-        tile = "shipped" if self.tile is None else str(Tile(**self.tile)).replace(" ", "-")
+        tile = "shipped" if self.tile is None else str(Tile.parse(self.tile)).replace(" ", "-")
         return f"{self.target}-{self.direction}-d{self.head_dim}-{self.dtype}-{self.problem.mask}-{tile}"
 
 
@@ -54,7 +55,7 @@ def build(request: dict[str, Any]) -> list[dict[str, Any]]:
         asked.problem,
         Target.named(asked.target),
         asked.direction,
-        tile=None if asked.tile is None else Tile(**asked.tile),
+        tile=None if asked.tile is None else Tile.parse(asked.tile),
         switches=Switches(edges=asked.edges),
     )
     return [asdict(one) | {"ptx": next(x for x in one.ptx.splitlines() if x.startswith(".target"))} for one in built]
@@ -73,7 +74,10 @@ def launch_keys(shapes: list[dict[str, int]]) -> dict[str, list[str]]:
     for shape in shapes:
         for direction in get_args(Direction):
             problem = Request("ada", direction, 64, causal=True, shape=shape).problem
-            for launch, dtypes in plan(problem, direction, Tile(64, 64), Switches()):
+            launches = plan(problem, Target.named("ada"), direction, Tile(64, 64), Switches())
+            if direction == "backward":
+                launches += plan(problem, Target.named("ada"), direction, ATOMICS, Switches())[-1:]
+            for launch, dtypes in launches:
                 bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
                 tensors = (torch.empty(16, dtype=dtype) for dtype in dtypes)
                 _, specialization, _ = bind(*tensors, *launch.numbers, **launch.constants, num_warps=4)

@@ -36,7 +36,8 @@ from dataclasses import replace
 import tilelang.language as T
 import torch
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
 from .blocks import LOG2_E, claim, dq_sum_at, dq_sum_shape, rows_of, shape_of, tile_range, visible, walk
 from .budget import dq_tile
@@ -53,6 +54,7 @@ from .launch import (
     padded_len,
     ready,
     settle,
+    settled,
     summed_d,
 )
 
@@ -394,33 +396,41 @@ def plan_backward(
     return prepare, dkdv, queries
 
 
-def backward(
-    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`dq, dk, dv`, laid out as q, k, v are."""
-    if problem.mask.has_unseeing_rows(problem.len_q, problem.len_k):
-        # The P of a row that sees no key is 0, but what a caller put there may be NaN, and 0 · NaN is NaN.
-        unseen = (lse == -math.inf)[..., None]
-        q, do = q.masked_fill(unseen, 0), do.masked_fill(unseen, 0)
-    callers = q, k, v
-    (do, do_layout), (o, o_layout) = settle(do), settle(o)
-    (q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
-    layouts: tuple[str, ...] = do_layout, q_layout, k_layout, v_layout, o_layout
-    if dlse is not None:
-        layouts += ("dlse",)
+def prepare_backward(
+    forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool
+) -> Run:
+    """What computes `dq, dk, dv`, laid out as q, k, v are, of do, dlse, q, k, v, o, lse of these forms.
+
+    The last strides are 1; lse and dlse are packed.
+    """
+    device = forms["q"].device
+    (_, do_layout), (_, o_layout) = settled(forms["do"]), settled(forms["o"])
+    (settled_dq, q_layout), (settled_dk, k_layout), (settled_dv, v_layout) = (settled(forms[name]) for name in "qkv")
+    layouts = do_layout, q_layout, k_layout, v_layout, o_layout, *(("dlse",) if "dlse" in forms else ())
     atomic_dq = not deterministic and bool(tile.get("atomic_dq", 0))
-    prepare, dkdv, last = ready(plan_backward, problem, target, tile, switches, layouts, q.device, atomic_dq)
-    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+    prepare, dkdv, last = ready(plan_backward(problem, target, tile, switches, layouts, atomic_dq), device)
+    like_dq, like_dk, like_dv = (forms[name].dense for name in "qkv")
     heads, rows = (problem.batch, problem.heads_q), padded_len(problem)
-    stats = empty((*heads, 2, rows), dtype=torch.float32, device=q.device)
-    # A kernel that makes no sum has a parameter for it all the same.
-    dq_sum = stats
-    if atomic_dq:
-        dq_sum = empty(dq_sum_shape(*heads, rows // 8, block_d(problem)), dtype=torch.float32, device=q.device)
-    inputs = (in_memory(do, do_layout), in_memory(q, q_layout), in_memory(k, k_layout), in_memory(v, v_layout), stats)
-    prepare(inputs[0], in_memory(o, o_layout), lse, lse if dlse is None else dlse, stats, dq_sum)
-    dkdv(*inputs, in_memory(dk, k_layout), in_memory(dv, v_layout), dq_sum)
-    last(*((dq_sum,) if atomic_dq else inputs), in_memory(dq, q_layout))
-    dq, dk, dv = (laid_out_as(*pair) for pair in zip((dq, dk, dv), callers, strict=True))
-    return dq, dk, dv
+    like_stats = Form.packed((*heads, 2, rows), torch.float32, device)
+    like_sum = Form.packed(dq_sum_shape(*heads, rows // 8, block_d(problem)), torch.float32, device)
+    unseeing = problem.mask.has_unseeing_rows(problem.len_q, problem.len_k)
+
+    def backward(
+        do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        do, q = settle(do, do_layout), settle(q, q_layout)
+        if unseeing:
+            # The P of a row that sees no key is 0, but what a caller put there may be NaN, and 0 · NaN is NaN.
+            unseen = (lse == -math.inf)[..., None]
+            q, do = q.masked_fill(in_memory(unseen, q_layout), 0), do.masked_fill(in_memory(unseen, do_layout), 0)
+        dq, dk, dv, stats = settled_dq.empty(), settled_dk.empty(), settled_dv.empty(), like_stats.empty()
+        # A kernel that makes no sum has a parameter for it all the same.
+        dq_sum = like_sum.empty() if atomic_dq else stats
+        inputs = do, q, settle(k, k_layout), settle(v, v_layout), stats
+        prepare(do, settle(o, o_layout), lse, lse if dlse is None else dlse, stats, dq_sum)
+        dkdv(*inputs, in_memory(dk, k_layout), in_memory(dv, v_layout), dq_sum)
+        last(*((dq_sum,) if atomic_dq else inputs), in_memory(dq, q_layout))
+        return laid_out_as(like_dq, dq), laid_out_as(like_dk, dk), laid_out_as(like_dv, dv)
+
+    return backward

@@ -29,10 +29,22 @@ wgmma; without, all warps copy by cp.async and compute by mma.sync.
 import tilelang.language as T
 import torch
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
 from .blocks import LN_2, LOG2_E, claim, rows_of, shape_of, tile_range, visible, walk
-from .launch import Launch, asynchronous, band, constants, heads_in_l2, in_memory, laid_out_as, ready, settle
+from .launch import (
+    Launch,
+    asynchronous,
+    band,
+    constants,
+    heads_in_l2,
+    in_memory,
+    laid_out_as,
+    ready,
+    settle,
+    settled,
+)
 
 
 def forward_program(
@@ -163,15 +175,17 @@ def plan_forward(
     return (forward,)
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`o`, laid out as q is, and `lse (B, Hq, Nq)`."""
-    (settled_q, q_layout), (k, k_layout), (v, v_layout) = settle(q), settle(k), settle(v)
+def prepare_forward(forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+    """What computes `o`, laid out as q is, and `lse (B, Hq, Nq)` of q, k, v of these forms, whose last stride is 1."""
+    device = forms["q"].device
+    (settled_o, q_layout), (_, k_layout), (_, v_layout) = (settled(forms[name]) for name in "qkv")
     layouts = q_layout, k_layout, v_layout, q_layout
-    (kernel,) = ready(plan_forward, problem, target, tile, switches, layouts, q.device)
-    o = empty_like(settled_q)
-    lse = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    inputs = in_memory(settled_q, q_layout), in_memory(k, k_layout), in_memory(v, v_layout)
-    kernel(*inputs, in_memory(o, q_layout), lse)
-    return laid_out_as(o, q), lse
+    (kernel,) = ready(plan_forward(problem, target, tile, switches, layouts), device)
+    like_o, like_lse = forms["q"].dense, Form.packed(problem.lse_shape, torch.float32, device)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = settled_o.empty(), like_lse.empty()
+        kernel(settle(q, q_layout), settle(k, k_layout), settle(v, v_layout), in_memory(o, q_layout), lse)
+        return laid_out_as(like_o, o), lse
+
+    return forward

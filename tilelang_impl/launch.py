@@ -6,19 +6,18 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 import tilelang
 import torch
 from tilelang import PassConfigKey
 
-from common import Problem, Switches, Target, Tile, Unsupported, empty_like
-from common.buffers import dense_copy
+from common import Form, Problem, Switches, Target, Tile, Unsupported
 
 from .toolchain import nvcc
 
@@ -172,23 +171,12 @@ def _announced_on_stderr() -> Iterator[None]:
         logger.handlers = handlers
 
 
-@lru_cache(maxsize=4096)
-def ready(
-    plan: Callable[..., tuple[Launch, ...]],
-    problem: Problem,
-    target: Target,
-    tile: Tile,
-    switches: Switches,
-    layouts: Any,
-    device: torch.device,
-    *options: bool,
-) -> tuple[Callable[..., None], ...]:
-    """The compiled kernels of a plan, with its own further options, for a device; they take the tensors only.
+def ready(launches: Iterable[Launch], device: torch.device) -> tuple[Callable[..., None], ...]:
+    """The compiled kernels of launches for a device, which take the tensors only.
 
     A target that is not the device's own keeps its instructions and is assembled for the device.
     """
     sm = Target.detect(device).sm
-    launches = plan(problem, target, tile, switches, layouts, *options)
     return tuple(_bind(launch.kernel.compile(sm), launch.scalars) for launch in launches)
 
 
@@ -259,34 +247,40 @@ def padded_len(problem: Problem) -> int:
     return (problem.len_q + ROW_PADDING - 1) // ROW_PADDING * ROW_PADDING
 
 
-def settle(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """A `(B, H, N, D)` tensor and how it lies in memory: `bhnd` or `bnhd`, packed; a copy where it is neither.
+def settled(form: Form) -> tuple[Form, str]:
+    """How kernels take a `(B, H, N, D)` tensor of that form: packed, as its layout `bhnd` or `bnhd` says.
 
     Under strides known at run time only, TileLang 0.1.13 copies element by element; a packed layout keeps 16-byte
-    copies. Those need the tensor to start on 16 bytes.
+    copies.
+    """
+    dense = form.dense
+    if dense.is_contiguous:
+        return dense, "bhnd"
+    in_order = dense._replace(shape=_swapped(dense.shape), strides=_swapped(dense.strides))
+    return (dense, "bnhd") if in_order.is_contiguous else (Form.packed(form.shape, form.dtype, form.device), "bhnd")
+
+
+def _swapped(sizes: Sequence[int]) -> tuple[int, ...]:
+    batch, heads, rows, columns = sizes
+    return batch, rows, heads, columns
+
+
+def settle(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The tensor as kernels take it, its dimensions in the order of the layout: itself, or a packed copy.
+
+    It is copied too where it does not start on 16 bytes, which 16-byte copies need.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()  # a tensor that autograd watches cannot be handed over
-    layout = _packed_layout(tensor)
-    if layout is not None and tensor.data_ptr() % 16 == 0:
-        return tensor, layout
-    copy = dense_copy(tensor)
-    layout = _packed_layout(copy)
-    return (copy, layout) if layout is not None else (copy.contiguous(), "bhnd")
+    tensor = in_memory(tensor, layout)
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _packed_layout(tensor: torch.Tensor) -> str | None:
-    if tensor.is_contiguous():
-        return "bhnd"
-    return "bnhd" if tensor.transpose(1, 2).is_contiguous() else None
-
-
-def laid_out_as(result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The result as `empty_like(tensor)` lies in memory, whose settled copy may lie otherwise."""
-    if result.stride() == tensor.stride():
-        return result
-    like = empty_like(tensor)
-    return result if result.stride() == like.stride() else like.copy_(result)
+def laid_out_as(form: Form, result: torch.Tensor) -> torch.Tensor:
+    """The result in that form, which a caller is to see: as settled it may lie otherwise in memory."""
+    return result if result.stride() == form.strides else form.empty().copy_(result)
 
 
 def in_memory(tensor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -106,12 +106,34 @@ def store_rows(base, stride, first, length, tile_offsets, values, BLOCK: tl.cons
 
 
 @triton.jit
+def without_unseeing(x, shift):
+    """Rows that see no key as zeros: their P is 0, but what a caller put there may be NaN, and 0 · NaN is NaN."""
+    return tl.where((shift == float("inf"))[:, None], 0.0, x).to(x.dtype)
+
+
+@triton.jit
 def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     """Offsets of a tile's elements from its first one, `[BLOCK, BLOCK_D]`; WIDE: they may pass 2^31 elements."""
     rows = tl.arange(0, BLOCK)
     if WIDE:
         rows = rows.to(tl.int64)
     return rows[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def hidden_zeros(x):
+    """Zeros in fp32, in the shape of `x`, which the compiler does not know to be zeros: where the sum of a loop begins.
+
+    With a sum that begins at a known constant, which also stands for the sum of a loop that is not entered, the
+    assembler lets every wgmma of that loop wait for the one before it.
+    """
+    return tl.minimum(tl.abs(x.to(tl.float32)), 0.0)
+
+
+@triton.jit
+def padded(len_q):
+    """The rows of shift, delta and the sums of dq, for so many queries: a multiple of every backward tile's."""
+    return (len_q + 127) // 128 * 128
 
 
 @triton.jit

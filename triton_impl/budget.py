@@ -11,8 +11,11 @@ What Triton keeps there, read off its builds for the four targets (the tests hol
 - scores on their way into the next product, where the compiler lays the two products out differently: on mma.sync when
   the program's tile has fewer rows than columns (dq_kernel without a pipeline has room for them where Q was), and
   always in IEEE fp32, which also reduces rows across warps there;
+- with atomics, dS on its way into the product that gives dq;
 - under tcgen05 the barriers of its products, rounded up to where a pipelined tile may begin, and, in the forward with
-  more than one warpgroup, what these tell each other about the rows they share, at most 16 bytes a thread.
+  more than one warpgroup, what these tell each other about the rows they share, at most 16 bytes a thread;
+- in a forward with `lazy_rescale`, what its warps tell each other of rows that have outgrown their maximum, which under
+  the asynchronous instructions may begin where a pipelined tile may.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ def shared_memory(problem: Problem, target: Target, direction: Direction, tile: 
     kernels: dict[str, Mapping[str, int]] = {}
     parts = _walk(problem, target, tile, tile.block_n, tile.block_m, DKDV, ("Q", "dO"))
     parts["lse, delta"] = 2 * 4 * tile.block_m * tile.stages
+    if tile.get("atomics", 0):
+        parts["dS"] = tile.block_m * tile.block_n * problem.dtype.itemsize
     kernels["dkdv_kernel"] = parts
     dq = dq_tile(tile)
     kernels["dq_kernel"] = _walk(problem, target, dq, dq.block_m, dq.block_n, DQ, ("K", "V"))
@@ -84,7 +89,9 @@ def _walk(
     elif not asynchronous and owned_rows < block_d(problem) and not (owned == DQ and tile.stages == 1):
         parts["P"] = owned_rows * walked_rows * 2
     if tcgen05:
-        parts["barriers"] = 1024 if owned != FORWARD and tile.stages > 1 else 64
+        parts["barriers"] = 1024 if tile.stages > 1 else 64
         if owned == FORWARD and tile.warps > 4:
             parts["rows"] = 16 * 32 * tile.warps
+    if owned == FORWARD and tile.get("lazy_rescale", 0):
+        parts["outgrown"] = 1024 if asynchronous else 4 * tile.warps
     return parts

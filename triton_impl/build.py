@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from common import Build, Direction, Problem, Switches, Target, Tile, Unsupported
 
-from .backward import plan_backward
+from .backward import adds_dq, plan_backward
 from .forward import plan_forward
 from .launch import INTERPRET, Launch
 
@@ -35,16 +35,28 @@ _INSTRUCTIONS = {
 
 
 def plan(
-    problem: Problem, direction: Direction, tile: Tile, switches: Switches, has_dlse: bool = False
+    problem: Problem,
+    target: Target,
+    direction: Direction,
+    tile: Tile,
+    switches: Switches,
+    has_dlse: bool = False,
+    deterministic: bool = False,
 ) -> list[tuple[Launch, tuple[torch.dtype, ...]]]:
     """The launches of a problem on packed tensors, each with the dtypes of its tensors."""
     q, k = (torch.empty(shape, device="meta").stride() for shape in (problem.q_shape, problem.kv_shape))
     x, lse = problem.dtype, torch.float32
     if direction == "forward":
         return [(plan_forward(problem, tile, switches, q, k, k, q), (x, x, x, x, lse))]
-    prepare, dkdv, dq = plan_backward(problem, tile, switches, has_dlse, q, q, k, k, q, q, k, k)
+    prepare, dkdv, last = plan_backward(
+        problem, target, tile, switches, has_dlse, deterministic, q, q, k, k, q, q, k, k
+    )
     walk = (x, x, x, x, lse, lse)
-    return [(prepare, (x, x, lse, lse, lse, lse)), (dkdv, (*walk, x, x)), (dq, (*walk, x))]
+    return [
+        (prepare, (x, x, lse, lse, lse, lse, lse)),
+        (dkdv, (*walk, x, x, lse)),
+        (last, (lse, x) if adds_dq(tile, deterministic) else (*walk, x)),
+    ]
 
 
 def build(problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches) -> list[Build]:
@@ -52,7 +64,7 @@ def build(problem: Problem, target: Target, direction: Direction, tile: Tile, sw
     if INTERPRET:
         # An interpreting process holds no kernels that compile.
         return _in_fresh_process(problem, target, direction, tile, switches)
-    return [_compile(launch, dtypes, target) for launch, dtypes in plan(problem, direction, tile, switches)]
+    return [_compile(launch, dtypes, target) for launch, dtypes in plan(problem, target, direction, tile, switches)]
 
 
 def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target) -> Build:

@@ -20,21 +20,39 @@ The rungs of the ladder, each a compile-time constant: `tiles` is BLOCK_M × BLO
 the walk by the mask (SKIP in `tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` splits the
 walk into an interior without comparisons and its edges (EDGES); `order` is which tile a program takes (ORDER in
 `schedule`).
-"""
 
-from functools import lru_cache
+A tile with `lazy_rescale` (LAZY_RESCALE) leaves acc relative to an older maximum until some row of the program has
+outgrown it by HEADROOM: with most tiles nothing is rescaled, for a reduction over the rows. `lse` and `o` are the same.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from common import Problem, Switches, Target, Tile, empty, empty_like
+from common import Form, Problem, Switches, Target, Tile
+from common.ports import Forms, Run
 
-from .blocks import dot, load_rows, row_offsets, schedule, store_rows, tile_range, visible
+from .blocks import dot, hidden_zeros, load_rows, row_offsets, schedule, store_rows, tile_range, visible
 from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, strides
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+HEADROOM = tl.constexpr(8.0)  # in the exponent, of whichever base
+
+
+@triton.jit
+def finite(maximum, MASKED: tl.constexpr):
+    """The maximum, or 0 where a row has seen no key yet: it is -inf then, and -inf - -inf is NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum) if MASKED else maximum
+
+
+@triton.jit
+def raise_max(acc, row_max, row_sum, tile_max, MASKED: tl.constexpr, EXP2: tl.constexpr):
+    """acc and row_sum, brought from the maximum that they are relative to, to one that has this tile's in it too."""
+    new_max = tl.maximum(row_max, tile_max)
+    change = row_max - finite(new_max, MASKED)
+    rescale = tl.math.exp2(change) if EXP2 else tl.exp(change)
+    return acc * rescale[:, None], new_max, row_sum * rescale
 
 
 @triton.jit
@@ -42,7 +60,7 @@ def attend(
     acc, row_max, row_sum, q, k_base, v_base, k_n, v_n, k_offsets, v_offsets, begin, end, row_begin, len_k, low, high,
     factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    LAZY_RESCALE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The walk over the key tiles of `[begin, end)`. MASKED: compare positions; else every pair is visible."""
     for key_begin in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -58,19 +76,16 @@ def attend(
 
         # Under EXP2 row_max is in the units of exp2, and s waits for its factor (which is > 0, so that the maximum may
         # come first): one multiply-add before each exp2.
-        tile_max = tl.max(s, 1)
-        new_max = tl.maximum(row_max, tile_max * factor if EXP2 else tile_max)  # [BLOCK_M]
-        # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        if EXP2:
-            p = tl.math.exp2(s * factor - shift[:, None])
-            rescale = tl.math.exp2(row_max - shift)
+        tile_max = tl.max(s, 1) * factor if EXP2 else tl.max(s, 1)  # [BLOCK_M]
+        if LAZY_RESCALE:
+            # What acc is relative to may lag behind the maximum, as long as no exponential grows past exp(HEADROOM).
+            if tl.max((tile_max > row_max + HEADROOM).to(tl.int32), 0) > 0:
+                acc, row_max, row_sum = raise_max(acc, row_max, row_sum, tile_max, MASKED, EXP2)
         else:
-            p = tl.exp(s - shift[:, None])
-            rescale = tl.exp(row_max - shift)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        row_max = new_max
+            acc, row_max, row_sum = raise_max(acc, row_max, row_sum, tile_max, MASKED, EXP2)
+        shift = finite(row_max, MASKED)
+        p = tl.math.exp2(s * factor - shift[:, None]) if EXP2 else tl.exp(s - shift[:, None])
+        row_sum += tl.sum(p, 1)
 
         v = load_rows(v_base, v_n, key_begin, len_k, v_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRET)
@@ -83,7 +98,8 @@ def forward_kernel(
     heads_q, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, LAZY_RESCALE: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. Strides count UNIT elements: a product with a constant 8 tells the compiler that rows start
     on 16 bytes, whatever D is. heads: B·Hq; group: Hq/Hkv; low, high: the band of `Mask.band`."""
@@ -104,7 +120,7 @@ def forward_kernel(
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = hidden_zeros(q)  # [BLOCK_M, BLOCK_D]
     factor = scale * LOG2_E if EXP2 else scale
     begin, full_begin, full_end, end = tile_range(
         row_begin, tl.minimum(row_begin + BLOCK_M, len_q) - 1, len_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH, SKIP, EDGES
@@ -119,7 +135,7 @@ def forward_kernel(
                 begin if part == 0 else full_begin if part == 1 else full_end,
                 full_begin if part == 0 else full_end if part == 1 else end,
                 row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW, HAS_HIGH,
-                part != 1, EXP2, PRECISION, INTERPRET,
+                part != 1, EXP2, LAZY_RESCALE, PRECISION, INTERPRET,
             )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and row_max = -inf: o = 0 and lse = -inf.
@@ -132,7 +148,6 @@ def forward_kernel(
     tl.store(LSE + head.to(tl.int64) * len_q + rows, lse, mask=rows < len_q)
 
 
-@lru_cache(maxsize=4096)
 def plan_forward(
     problem: Problem, tile: Tile, switches: Switches, q: Layout, k: Layout, v: Layout, o: Layout
 ) -> Launch:  # fmt: skip
@@ -147,17 +162,23 @@ def plan_forward(
             *numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group,
             problem.len_q, problem.len_k, low or 0, high or 0, problem.scale,
         ),
-        constants=constants(forward_kernel, problem, tile, switches, **how),
+        constants=constants(
+            forward_kernel, problem, tile, switches, LAZY_RESCALE=bool(tile.get("lazy_rescale", 0)), **how
+        ),
         tile=tile,
     )  # fmt: skip
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, target: Target, tile: Tile, switches: Switches
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`o`, laid out as q is, and `lse (B, Hq, Nq)`. The last stride of q, k and v is 1."""
-    o = empty_like(q)
-    lse = empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    launch = plan_forward(problem, tile, switches, q.stride(), k.stride(), v.stride(), o.stride())
-    launch.run(target, q, k, v, o, lse)
-    return o, lse
+def prepare_forward(forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+    """What computes `o`, laid out as q is, and `lse (B, Hq, Nq)` of q, k, v of these forms, whose last stride is 1."""
+    device = forms["q"].device
+    like_o, like_lse = forms["q"].dense, Form.packed(problem.lse_shape, torch.float32, device)
+    layouts = (form.strides for form in (forms["q"], forms["k"], forms["v"], like_o))
+    launch = plan_forward(problem, tile, switches, *layouts)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = like_o.empty(), like_lse.empty()
+        launch.run(target, q, k, v, o, lse)
+        return o, lse
+
+    return forward

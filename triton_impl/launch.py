@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime import driver
 
 from common import Problem, Switches, Target, Tile, Unsupported
 from common.work import FMA
@@ -67,10 +68,13 @@ class Launch:
 
     def _run(self, target: Target, device: torch.device, tensors: tuple[torch.Tensor, ...]) -> None:
         # Of the tensors, a compiled kernel depends on their dtypes, which are the problem's, and on their alignment.
-        key = (target.name, device.index, *(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+        key = (target.name, device.index, *[tensor.data_ptr() % 16 == 0 for tensor in tensors])
         compiled = self.compiled.get(key)
-        if compiled is not None:  # past Triton's own dispatch, which looks at every argument anew
-            compiled[self.grid, 1, 1](*tensors, *self.numbers, *self.constants.values())
+        if compiled is not None:
+            # Past Triton's own dispatch, which looks at every argument anew, and past its hooks around a launch.
+            stream = driver.active.get_current_stream(device.index)
+            about = compiled.function, compiled.packed_metadata, None, None, None
+            compiled.run(self.grid, 1, 1, stream, *about, *tensors, *self.numbers, *self.constants.values())
             return
         native = target if INTERPRET else Target.detect(device)
         options = compile_options(self.tile.warps, self.tile.stages, target, native)

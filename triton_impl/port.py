@@ -10,17 +10,19 @@ import torch
 
 from common import Build, Direction, Grid, Port, Problem, Switches, Target, Tile, Unsupported, Work
 from common.budget import check_budget
-from common.ports import dtype_reason
+from common.ports import Forms, Run, dtype_reason
 from common.work import backward_work, forward_work
 
 from . import budget
 from .ahead import Code
-from .backward import backward
+from .backward import ROW_PADDING, adds_dq, prepare_backward
 from .build import build, plan
-from .forward import forward
+from .forward import prepare_forward
 from .launch import INTERPRET, instruction, interpreter_fault
 
-EXTRAS = frozenset({"dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})  # what a tile may have besides its own
+# What a tile may have besides its own: of the forward, whether acc is rescaled only when it must be; of the backward,
+# whether dkdv_kernel adds up dq by atomics, and the tile of dq_kernel, for when it does not.
+EXTRAS = frozenset({"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps", "lazy_rescale"})
 
 
 class TritonPort(Port):
@@ -47,10 +49,12 @@ class TritonPort(Port):
         stages = (1, 2) if wide else (1, 2, 3)
         if direction == "forward":
             values = {"block_m": side[1:], "block_n": side, "warps": warps, "stages": (*stages, max(stages) + 1)}
+            values["lazy_rescale"] = (0, 1)
             return [Grid("forward_kernel", values)]
-        dkdv = {"block_m": side, "block_n": side, "warps": warps, "stages": stages}
+        own = {"block_m": side} if wide else {"block_m": (16, *side), "atomics": (0, 1)}
+        dkdv = {**own, "block_n": side, "warps": warps, "stages": stages}
         dq = {"dq_block_m": side[1:], "dq_block_n": side, "dq_warps": warps, "dq_stages": (*stages, max(stages) + 1)}
-        return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq)]
+        return [Grid("dkdv_kernel", dkdv), Grid("dq_kernel", dq, without=("atomics",))]
 
     def check_tile(self, problem: Problem, target: Target, direction: Direction, tile: Tile) -> None:
         unknown = sorted({name for name, _ in tile.extra} - EXTRAS)
@@ -67,6 +71,8 @@ class TritonPort(Port):
             if warps & (warps - 1) or warps > 32:
                 raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
         check_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
+        if direction == "backward":
+            _check_backward(problem, target, tile)
 
     def _build(
         self, problem: Problem, target: Target, direction: Direction, tile: Tile, switches: Switches
@@ -78,11 +84,11 @@ class TritonPort(Port):
     ) -> tuple[Work, ...]:
         if direction == "forward":
             return forward_work("forward_kernel", instruction(problem, target, tile, tile.block_m))
-        dq = budget.dq_tile(tile)
+        dq, add_dq = budget.dq_tile(tile), adds_dq(tile, deterministic)
         return backward_work(
-            ("prepare_kernel", "dkdv_kernel", "dq_kernel"),
+            ("prepare_kernel", "dkdv_kernel", "cast_kernel" if add_dq else "dq_kernel"),
             (instruction(problem, target, tile, tile.block_n), instruction(problem, target, dq, dq.block_m)),
-            adds_dq=False,
+            adds_dq=add_dq,
             dlse=dlse,
         )
 
@@ -98,39 +104,18 @@ class TritonPort(Port):
     ) -> Sequence[Code]:
         if INTERPRET:
             return ()
-        return [Code.of(launch, dtypes, target) for launch, dtypes in plan(problem, direction, tile, switches, dlse)]
+        launches = plan(problem, target, direction, tile, switches, dlse, deterministic)
+        return [Code.of(launch, dtypes, target) for launch, dtypes in launches]
 
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        problem: Problem,
-        target: Target,
-        tile: Tile,
-        switches: Switches,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _check_device(q.device)
-        return forward(q, k, v, problem, target, tile, switches)
+    def _prepare_forward(self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
+        _check_device(forms["q"].device)
+        return prepare_forward(forms, problem, target, tile, switches)
 
-    def _backward(
-        self,
-        do: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        problem: Problem,
-        target: Target,
-        tile: Tile,
-        switches: Switches,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _check_device(q.device)
-        # Bitwise repeatable, whether or not it was asked to be.
-        return backward(do, dlse, q, k, v, o, lse, problem, target, tile, switches)
+    def _prepare_backward(
+        self, forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches, deterministic: bool
+    ) -> Run:
+        _check_device(forms["q"].device)
+        return prepare_backward(forms, problem, target, tile, switches, deterministic)
 
 
 def _check_device(device: torch.device) -> None:
@@ -140,6 +125,16 @@ def _check_device(device: torch.device) -> None:
         raise Unsupported(
             f"Triton compiles for CUDA devices, the tensors are on {device}; "
             "set TRITON_INTERPRET=1 before Python starts to run the kernels in its interpreter"
+        )
+
+
+def _check_backward(problem: Problem, target: Target, tile: Tile) -> None:
+    if max(tile.block_m, budget.dq_tile(tile).block_m) > ROW_PADDING:
+        raise Unsupported(f"backward tiles have at most {ROW_PADDING} rows of queries, got tile {tile}")
+    scores, dq = (instruction(problem, target, tile, rows) for rows in (tile.block_n, tile.block_m))
+    if tile.get("atomics", 0) and scores != dq:
+        raise Unsupported(
+            f"with atomics dq must be computed on {scores} as the scores are, not on {dq}, got tile {tile}"
         )
 
 
