@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from common import GuardedBuffers, Mask, Problem, Switches, Target, Tile, Unsupported, port
-from harness.checks import Truth
+from common import Mask, Problem, Switches, Target, Tile, Unsupported, port
 from triton_impl.backward import plan_backward
 from triton_impl.forward import plan_forward
 
-from .helpers import assert_allowed
 from .subjects import GPU, case_of
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -55,20 +51,6 @@ def test_a_tile_too_large_is_refused_with_the_arithmetic() -> None:
 def test_a_tile_that_triton_cannot_cut_is_refused(tile: Tile) -> None:
     with pytest.raises(Unsupported, match="power"):
         TRITON.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, "forward", tile)
-
-
-@pytest.mark.parametrize("factor", [1.0, 12.0])
-@pytest.mark.parametrize("mask", [Mask(), Mask.causal(), Mask.causal("top_left"), Mask(left=9, right=12)], ids=str)
-def test_a_maximum_that_lags_behind_changes_nothing(mask: Mask, factor: float) -> None:
-    case = replace(case_of((1, 2, 150, 32), (1, 1, 190, 32), torch.float16, mask), factors=(("q", factor),))
-    tile = Tile(64, 32, warps=4, stages=2, extra=(("lazy_rescale", 1),))
-    for dtype in (torch.float16, torch.bfloat16):
-        one = replace(case, dtype=dtype)
-        inputs = one.inputs(DEVICE)
-        with GuardedBuffers() as guard:
-            outputs = TRITON.forward(inputs.q, inputs.k, inputs.v, one.problem, tile=tile)
-        assert not guard.faults()
-        assert_allowed(outputs, Truth(one.problem, inputs).forward(), dtype)
 
 
 @pytest.mark.gpu

@@ -13,9 +13,7 @@ What Triton keeps there, read off its builds for the four targets (the tests hol
   always in IEEE fp32, which also reduces rows across warps there;
 - with atomics, dS on its way into the product that gives dq;
 - under tcgen05 the barriers of its products, rounded up to where a pipelined tile may begin, and, in the forward with
-  more than one warpgroup, what these tell each other about the rows they share, at most 16 bytes a thread;
-- in a forward with `lazy_rescale`, what its warps tell each other of rows that have outgrown their maximum, which under
-  the asynchronous instructions may begin where a pipelined tile may.
+  more than one warpgroup, what these tell each other about the rows they share, at most 16 bytes a thread.
 """
 
 from __future__ import annotations
@@ -89,9 +87,7 @@ def _walk(
     elif not asynchronous and owned_rows < block_d(problem) and not (owned == DQ and tile.stages == 1):
         parts["P"] = owned_rows * walked_rows * 2
     if tcgen05:
-        parts["barriers"] = 1024 if tile.stages > 1 else 64
+        parts["barriers"] = 1024 if owned != FORWARD and tile.stages > 1 else 64
         if owned == FORWARD and tile.warps > 4:
             parts["rows"] = 16 * 32 * tile.warps
-    if owned == FORWARD and tile.get("lazy_rescale", 0):
-        parts["outgrown"] = 1024 if asynchronous else 4 * tile.warps
     return parts

@@ -20,9 +20,6 @@ The rungs of the ladder, each a compile-time constant: `tiles` is BLOCK_M × BLO
 the walk by the mask (SKIP in `tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` splits the
 walk into an interior without comparisons and its edges (EDGES); `order` is which tile a program takes (ORDER in
 `schedule`).
-
-A tile with `lazy_rescale` (LAZY_RESCALE) leaves acc relative to an older maximum until some row of the program has
-outgrown it by HEADROOM: with most tiles nothing is rescaled, for a reduction over the rows. `lse` and `o` are the same.
 """
 
 import torch
@@ -37,22 +34,6 @@ from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, strides
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-HEADROOM = tl.constexpr(8.0)  # in the exponent, of whichever base
-
-
-@triton.jit
-def finite(maximum, MASKED: tl.constexpr):
-    """The maximum, or 0 where a row has seen no key yet: it is -inf then, and -inf - -inf is NaN."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum) if MASKED else maximum
-
-
-@triton.jit
-def raise_max(acc, row_max, row_sum, tile_max, MASKED: tl.constexpr, EXP2: tl.constexpr):
-    """acc and row_sum, brought from the maximum that they are relative to, to one that has this tile's in it too."""
-    new_max = tl.maximum(row_max, tile_max)
-    change = row_max - finite(new_max, MASKED)
-    rescale = tl.math.exp2(change) if EXP2 else tl.exp(change)
-    return acc * rescale[:, None], new_max, row_sum * rescale
 
 
 @triton.jit
@@ -60,7 +41,7 @@ def attend(
     acc, row_max, row_sum, q, k_base, v_base, k_n, v_n, k_offsets, v_offsets, begin, end, row_begin, len_k, low, high,
     factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
-    LAZY_RESCALE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The walk over the key tiles of `[begin, end)`. MASKED: compare positions; else every pair is visible."""
     for key_begin in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -76,16 +57,19 @@ def attend(
 
         # Under EXP2 row_max is in the units of exp2, and s waits for its factor (which is > 0, so that the maximum may
         # come first): one multiply-add before each exp2.
-        tile_max = tl.max(s, 1) * factor if EXP2 else tl.max(s, 1)  # [BLOCK_M]
-        if LAZY_RESCALE:
-            # What acc is relative to may lag behind the maximum, as long as no exponential grows past exp(HEADROOM).
-            if tl.max((tile_max > row_max + HEADROOM).to(tl.int32), 0) > 0:
-                acc, row_max, row_sum = raise_max(acc, row_max, row_sum, tile_max, MASKED, EXP2)
+        tile_max = tl.max(s, 1)
+        new_max = tl.maximum(row_max, tile_max * factor if EXP2 else tile_max)  # [BLOCK_M]
+        # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        if EXP2:
+            p = tl.math.exp2(s * factor - shift[:, None])
+            rescale = tl.math.exp2(row_max - shift)
         else:
-            acc, row_max, row_sum = raise_max(acc, row_max, row_sum, tile_max, MASKED, EXP2)
-        shift = finite(row_max, MASKED)
-        p = tl.math.exp2(s * factor - shift[:, None]) if EXP2 else tl.exp(s - shift[:, None])
-        row_sum += tl.sum(p, 1)
+            p = tl.exp(s - shift[:, None])
+            rescale = tl.exp(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        row_max = new_max
 
         v = load_rows(v_base, v_n, key_begin, len_k, v_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
         acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRET)
@@ -98,8 +82,7 @@ def forward_kernel(
     heads_q, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, LAZY_RESCALE: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. Strides count UNIT elements: a product with a constant 8 tells the compiler that rows start
     on 16 bytes, whatever D is. heads: B·Hq; group: Hq/Hkv; low, high: the band of `Mask.band`."""
@@ -135,7 +118,7 @@ def forward_kernel(
                 begin if part == 0 else full_begin if part == 1 else full_end,
                 full_begin if part == 0 else full_end if part == 1 else end,
                 row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW, HAS_HIGH,
-                part != 1, EXP2, LAZY_RESCALE, PRECISION, INTERPRET,
+                part != 1, EXP2, PRECISION, INTERPRET,
             )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and row_max = -inf: o = 0 and lse = -inf.
@@ -162,9 +145,7 @@ def plan_forward(
             *numbers, problem.heads_q, problem.group, heads, heads_in_l2(problem) * problem.group,
             problem.len_q, problem.len_k, low or 0, high or 0, problem.scale,
         ),
-        constants=constants(
-            forward_kernel, problem, tile, switches, LAZY_RESCALE=bool(tile.get("lazy_rescale", 0)), **how
-        ),
+        constants=constants(forward_kernel, problem, tile, switches, **how),
         tile=tile,
     )  # fmt: skip
 

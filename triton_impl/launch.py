@@ -68,13 +68,15 @@ class Launch:
 
     def _run(self, target: Target, device: torch.device, tensors: tuple[torch.Tensor, ...]) -> None:
         # Of the tensors, a compiled kernel depends on their dtypes, which are the problem's, and on their alignment.
-        key = (target.name, device.index, *[tensor.data_ptr() % 16 == 0 for tensor in tensors])
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        key = (target.name, device.index, *[pointer % 16 == 0 for pointer in pointers])
         compiled = self.compiled.get(key)
         if compiled is not None:
-            # Past Triton's own dispatch, which looks at every argument anew, and past its hooks around a launch.
+            # Past Triton's own dispatch, which looks at every argument anew, and past its hooks around a launch. Of a
+            # tensor its launcher would ask the driver where it lies; a number it takes for the address.
             stream = driver.active.get_current_stream(device.index)
             about = compiled.function, compiled.packed_metadata, None, None, None
-            compiled.run(self.grid, 1, 1, stream, *about, *tensors, *self.numbers, *self.constants.values())
+            compiled.run(self.grid, 1, 1, stream, *about, *pointers, *self.numbers, *self.constants.values())
             return
         native = target if INTERPRET else Target.detect(device)
         options = compile_options(self.tile.warps, self.tile.stages, target, native)

@@ -20,9 +20,9 @@ from .build import build, plan
 from .forward import prepare_forward
 from .launch import INTERPRET, instruction, interpreter_fault
 
-# What a tile may have besides its own: of the forward, whether acc is rescaled only when it must be; of the backward,
-# whether dkdv_kernel adds up dq by atomics, and the tile of dq_kernel, for when it does not.
-EXTRAS = frozenset({"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps", "lazy_rescale"})
+# What a backward tile may have besides its own: whether dkdv_kernel adds up dq by atomics, and the tile of dq_kernel, for
+# when it does not.
+EXTRAS = frozenset({"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})
 
 
 class TritonPort(Port):
@@ -49,7 +49,6 @@ class TritonPort(Port):
         stages = (1, 2) if wide else (1, 2, 3)
         if direction == "forward":
             values = {"block_m": side[1:], "block_n": side, "warps": warps, "stages": (*stages, max(stages) + 1)}
-            values["lazy_rescale"] = (0, 1)
             return [Grid("forward_kernel", values)]
         own = {"block_m": side} if wide else {"block_m": (16, *side), "atomics": (0, 1)}
         dkdv = {**own, "block_n": side, "warps": warps, "stages": stages}
