@@ -22,6 +22,7 @@ from harness.errors import UsageError
 from harness.isolation import Worker
 from harness.published import record_tables
 from harness.reader import read_records
+from harness.session import Session
 from harness.suites import load_suite
 from reference.port import ReferencePort
 
@@ -201,6 +202,15 @@ def test_compilers_find_their_caches_empty() -> None:
             worker.close()
     with _caches(request(compiles=False)) as none:
         assert none == {}
+
+
+def test_kernels_are_compiled_ahead_unless_that_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead: list[Session] = []
+    monkeypatch.setattr("harness.bench.compile_ahead", ahead.append)
+    assert bench(request("triton", spans=("forward",)), CPU, ports()) == 0
+    assert not ahead
+    assert bench(request("triton", spans=("forward",), compiles=False), CPU, ports()) == 0
+    assert [list(session.ports) for session in ahead] == [["triton"]]
 
 
 def test_a_first_call_is_timed_alone() -> None:
