@@ -8,6 +8,7 @@ import torch
 from common import Mask, Problem, Switches, Target, Tile, Unsupported, port
 from triton_impl.backward import plan_backward
 from triton_impl.forward import plan_forward
+from triton_impl.launch import Launch
 
 from .subjects import GPU, case_of
 
@@ -57,25 +58,30 @@ def test_a_tile_that_triton_cannot_cut_is_refused(tile: Tile) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_ada_path_stays_on_mma_sync_within_its_shared_memory_on_any_card(
-    head_dim: int, deterministic: bool
+    head_dim: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    launches: list[Launch] = []
+    run = Launch.run
+
+    def noted(launch: Launch, *arguments: object) -> None:
+        launches.append(launch)
+        run(launch, *arguments)
+
+    monkeypatch.setattr(Launch, "run", noted)
     case = case_of((1, 2, 300, head_dim), (1, 2, 300, head_dim), torch.bfloat16, Mask.causal())
     inputs, problem = case.inputs(DEVICE), case.problem
     q, k, v = inputs.q, inputs.k, inputs.v
     o, lse = TRITON.forward(q, k, v, problem, target=ADA)
     TRITON.backward(inputs.do, None, q, k, v, o, lse, problem, target=ADA, deterministic=deterministic)
-    layout = q.stride()
-    forward_tile, backward_tile = (TRITON.tiles(problem, ADA, way)[0] for way in ("forward", "backward"))
-    launches = [
-        plan_forward(problem, forward_tile, Switches(), *[layout] * 4),
-        *plan_backward(problem, ADA, backward_tile, Switches(), False, deterministic, *[layout] * 8)[1:],
-    ]
-    for launch in launches:
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names[:3] == ["forward_kernel", "prepare_kernel", "dkdv_kernel"]
+    assert names[3] in (("dq_kernel",) if deterministic else ("dq_kernel", "cast_kernel"))
+    for name, launch in zip(names, launches, strict=True):
         built = [kernel for (target, *_), kernel in launch.compiled.items() if target == "ada"]
         assert built
         for kernel in built:
             ptx = kernel.asm["ptx"]
-            if launch.kernel.__name__ != "cast_kernel":
+            if name in ("forward_kernel", "dkdv_kernel", "dq_kernel"):
                 assert "mma.sync" in ptx
                 assert "cp.async.cg" in ptx
             assert "wgmma" not in ptx
