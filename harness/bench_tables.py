@@ -63,17 +63,23 @@ def _port_table(records: Sequence[Record]) -> Table:
     )
     for record in records:
         table.add(*_port_cells(record, beside), problem=problem_of(record["problem"]))
-        table.notes += complaints_of(record)
+        table.notes += doubts_of(record)
+    causes = {cause for record in records if (times := timing_of(record)) for cause in times.throttle_reasons}
+    if causes:
+        table.notes.append(f"throttled: rounds in which the card held its clocks down ({', '.join(sorted(causes))}).")
     for baseline in first["baselines"]:
         reasons = {
             b["reason"] for r in records for b in r["baselines"] if b["port"] == baseline["port"] and b["reason"]
         }
         table.notes += [f"{title_of(baseline['port'])}: {reason}" for reason in sorted(reasons)]
     table.notes += provenance_notes(records)
-    table.notes.append(
-        "host µs: until the call returns. cold s: the first call, compiled into empty caches; warm s: the first call "
-        "of another process, which finds them full. A row whose kernels an earlier row brought shows less of both."
-    )
+    host = "host µs: until the call returns."
+    if any(record["compile_s"] for record in records):
+        host += (
+            " cold s: the first call, compiled into empty caches; warm s: the first call of another process, which "
+            "finds them full. A row whose kernels an earlier row brought shows less of both."
+        )
+    table.notes += [host, *changed_notes(records)]
     return table
 
 
@@ -115,16 +121,22 @@ def check_cell(record: Record) -> str:
 
 
 def complaints_of(record: Record) -> list[str]:
-    """What is to be said of one row beside its figures: rounds that throttled, samples that may hold host time."""
+    """What is to be said of one row beside its figures: rounds that throttled, and the doubts."""
+    times, name = timing_of(record), record["problem"]["id"]
+    if times is None or not times.throttled:
+        return doubts_of(record)
+    reasons = ", ".join(times.throttle_reasons)
+    throttled = f"{name}: {times.throttled} of {len(times.rounds)} rounds throttled ({reasons})"
+    return [throttled, *doubts_of(record)]
+
+
+def doubts_of(record: Record) -> list[str]:
+    """Of one row: samples that may hold host time, sensors that could not be read."""
     times, name = timing_of(record), record["problem"]["id"]
     if times is None:
         return []
-    notes = []
-    if times.throttled:
-        reasons = ", ".join(times.throttle_reasons)
-        notes.append(f"{name}: {times.throttled} of {len(times.rounds)} rounds throttled ({reasons})")
     own = {record["port"], *(b["port"] for b in record["baselines"])} & set(times.host_us)
-    notes += [
+    notes = [
         f"{name}: {times.late(who)} of {len(times.rounds)} samples of {who} may hold host time"
         for who in sorted(own)
         if times.late(who)

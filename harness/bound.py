@@ -14,6 +14,7 @@ from .ceilings import Ceilings
 from .counters import Counters
 
 NEAR = 0.7  # of a ceiling: what is closer is held back by it
+MORE = 1.2  # times the bytes that are counted: what moves no more moves those
 IN_TURN = 0.85  # of the time: what products and exponentials take one after the other, with little overlap
 SHORT_MS = 0.005  # less is hardly more than starting and draining the card
 FEW_WARPS = 20.0  # percent of those that a multiprocessor could hold
@@ -49,7 +50,7 @@ def bound(least: Mapping[str, float], ms: float | None, ceilings: Ceilings, coun
             return "the matrix unit"
         moving_ms = (counters.dram_bytes or 0.0) / (ceilings.copy_gbs or math.inf) / 1e6
         if moving_ms >= NEAR * (counters.ms or ms):  # ncu's own launch
-            return "memory, which moves more than counted"
+            return MEMORY if moving_ms <= MORE * least.get(MEMORY, 0.0) else f"{MEMORY}, which moves more than counted"
     if PRODUCTS in least and least[PRODUCTS] + least.get(EXPONENTIALS, 0.0) >= IN_TURN * ms:
         return "products and exponentials in turn"
     if ms < SHORT_MS:

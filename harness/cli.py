@@ -66,6 +66,9 @@ def tables_command(
     write: Annotated[
         Path | None, typer.Option(help="Write the tables between this file's markers instead.", metavar="FILE")
     ] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Only tell whether --write would change this file.", metavar="FILE")
+    ] = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Print the tables that files of records make, or write those that a text quotes.
@@ -77,7 +80,7 @@ def tables_command(
     Of a sweep without a GPU, as of compile, the kernels that were built are told. A file that has nothing for a table
     is told and left out.
 
-    Exit status: 0 all good, 2 wrong usage, or no file has anything.
+    Exit status: 0 all good, 1 the text of --check is behind its records, 2 wrong usage, or no file has anything.
 
     \b
     Examples:
@@ -87,11 +90,15 @@ def tables_command(
     from .published import read_tabled, record_tables, write_tables
     from .tables import print_tables
 
-    if (write is None) == (not files):
-        raise UsageError("give files of records to print, or --write FILE")
+    if sum((write is not None, check is not None, bool(files))) != 1:
+        raise UsageError("give files of records to print, or --write FILE, or --check FILE")
     if write is not None:
         print(f"{write}: {'written' if write_tables(write) else 'as it was'}")
         return
+    if check is not None:
+        behind = write_tables(check, write=False)
+        print(f"{check}: {'behind its records' if behind else 'as its records have it'}")
+        raise typer.Exit(int(behind))
     print_tables(record_tables(read_tabled(files or ())), form)
 
 

@@ -14,7 +14,16 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from .bench_tables import SPAN_WORDS, across_tables, changed_notes, grouped, path_of, provenance_notes, title_of
+from .bench_tables import (
+    SPAN_WORDS,
+    across_tables,
+    changed_notes,
+    grouped,
+    path_of,
+    port_tables,
+    provenance_notes,
+    title_of,
+)
 from .compile import built_tables
 from .errors import UsageError
 from .ladder_tables import across_ladder, is_rung, ladder_tables
@@ -53,14 +62,17 @@ def read_tabled(paths: Sequence[Path]) -> list[Record]:
 def record_tables(records: Iterable[Record]) -> list[Table]:
     """One table for each port, direction and path of the timed records, beside the baseline they were timed with.
 
-    And of a bench, in which several ports or baselines were timed together, one across for each direction and path. The
-    records of a matrix, a ladder, a sweep, of memory, of rooflines and of models have tables of their own, and so have
-    kernels that were built only.
+    Those of a bench, in which several ports or baselines took turns, tell host time, clocks and power as well, and one
+    across for each direction and path has everybody. The records of a matrix, a ladder, a sweep, of memory, of
+    rooflines and of models have tables of their own, and so have kernels that were built only.
     """
     records = list(records)
     of = {kind: [record for record in records if record["kind"] == kind] for kind in KINDS}
     tables = counted_tables(of["check"] + of["disagreement"])
-    tables += [_table(rows) for rows in grouped(_timed(of["check"]), "port").values()] + _across(of["check"])
+    benched = _benched(of["check"])
+    alone = [] if benched else _timed(of["check"])
+    tables += [_table(rows) for rows in grouped(alone, "port").values()]
+    tables += port_tables(benched) + across_tables(benched, {})
     tables += ladder_tables(_timed_ladder(of["check"]), {}) + swept_tables(of["check"]) + memory_tables(of["memory"])
     tables += roofline_tables(of["roofline"], {}) + model_tables(of["model"])
     return tables + built_tables(untimed_builds(records))
@@ -71,10 +83,10 @@ def _timed(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record["samples"] and not is_rung(record) and not is_candidate(record)]
 
 
-def _across(records: Iterable[Record]) -> list[Table]:
-    """The tables across of a bench; none of runs, in which each port was timed beside one baseline."""
+def _benched(records: Iterable[Record]) -> list[Record]:
+    """The timed records, if a bench is among them; in a run no more than one port and one baseline take turns."""
     timed = _timed(records)
-    return across_tables(timed, {}) if any(len(record["samples"][0]["ms"]) > 2 for record in timed) else []
+    return timed if any(len(record["samples"][0]["ms"]) > 2 for record in timed) else []
 
 
 def _timed_ladder(records: Iterable[Record]) -> list[Record]:
@@ -154,10 +166,10 @@ def summary_tables(records: Iterable[Record]) -> list[Table]:
 
 def _across_noted(records: Iterable[Record]) -> list[Table]:
     """The same where the tables of each port, which would say whose sources have changed, do not stand beside them."""
-    records = list(records)
-    tables = _across(records)
+    benched = _benched(records)
+    tables = across_tables(benched, {})
     if tables:
-        tables[-1].notes += changed_notes(_timed(records))
+        tables[-1].notes += changed_notes(benched)
     return tables
 
 
@@ -215,17 +227,17 @@ def _place(text: str, marker: re.Match[str]) -> str:
     return f"line {text.count(chr(10), 0, marker.start()) + 1}, {marker[0]}"
 
 
-def write_tables(path: Path) -> bool:
-    """Writes a file's tables anew; whether it changed. Raises UsageError for a file without markers, or with odd ones,
-    which it leaves alone."""
+def write_tables(path: Path, *, write: bool = True) -> bool:
+    """Writes a file's tables anew; whether it changed, or without `write` would have. Raises UsageError for a file
+    without markers, or with odd ones, which it leaves alone."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--write {path} cannot be read: {reason}") from error
+        raise UsageError(f"{path} cannot be read: {reason}") from error
     if not _MARKER.search(text):
         raise UsageError(f"{path} has no lines <!-- records: FILE --> and <!-- /records --> (or {', '.join(MADE)})")
     fresh = with_tables(text)
-    if fresh != text:
+    if write and fresh != text:
         path.write_text(fresh, encoding="utf-8")
     return fresh != text

@@ -47,7 +47,7 @@ class RecordFile:
         self._resumes, self._use = resumes, use
         self._aside: Path | None = None
         if path.suffix == ".gz":
-            raise UsageError(f"records are written as plain lines: give --json another name than {path}")
+            raise UsageError(f"records are written as plain lines, not to {path}: give --json another name")
         # Before anything is opened: a pipe would wait for a reader, and the end would replace a device by a file.
         for place in (path, path.with_name(path.name + ".partial") if path.name else path):
             check_place(path, place)

@@ -237,7 +237,9 @@ class Session:
 
     def record_file(self) -> AbstractContextManager[RecordFile | None]:
         """Where the records of the request go, if it names a file."""
-        return record_file(self.request.json, resumes=self.request.resume is not None)
+        return record_file(
+            self.request.json, resumes=self.request.resume is not None, use="--resume {0} goes on from there"
+        )
 
     def earlier(self, case: Case) -> list[Record]:
         """The records of the case in the file to resume, as far as they are of these ports, this card and these

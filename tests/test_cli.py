@@ -119,7 +119,7 @@ def test_a_run_checks_and_says_that_the_interpreter_has_no_speed(tmp_path: Path)
                 ("/dev/null", "--json /dev/null cannot be written: it is a device, no regular file"),
                 ("x" * 400, "cannot be written: File name too long"),
                 ("x" * 250, "cannot be written: File name too long"),
-                ("x.jsonl.gz", "records are written as plain lines: give --json another name than x.jsonl.gz"),
+                ("x.jsonl.gz", "records are written as plain lines, not to x.jsonl.gz: give --json another name"),
             )
         ),
         (("doctor", "--json", "/dev/null"), "--json /dev/null cannot be written: it is a device, no regular file"),
@@ -300,7 +300,10 @@ def test_a_pipe_that_is_closed_early_costs_no_records(tmp_path: Path) -> None:
     os.close(writer)
     assert done.returncode == 141
     left = tmp_path / "q.jsonl.partial"
-    told = re.escape(f"harness: standard output was closed before the end; the records so far are in {left}\n")
+    told = re.escape(
+        f"harness: standard output was closed before the end; the records so far are in {left}; "
+        f"--resume {left} goes on from there\n"
+    )
     assert re.fullmatch(PROGRESS + told, done.stderr.decode())
     assert len(left.read_text().splitlines()) == 2
 

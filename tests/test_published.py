@@ -125,6 +125,11 @@ def test_a_bench_has_the_tables_across_alone_too(tmp_path: Path) -> None:
     assert text.count("| B,H,D |") == 1
     assert "| 200.0 pass | 133.3 pass | 100.0 pass |" in text
     assert "The sources of triton or of `common` have changed" in text
+    (own, across) = record_tables(read_records(path, ("check",)))
+    row = dict(zip(own.columns, own.rows[0], strict=True))
+    assert (row["% of SDPA flash"], row["host µs"], row["throttled"]) == ("150.0", "9", "0/4")
+    assert "have changed" in own.notes[-1]
+    assert across.title.startswith("All forward")
     with pytest.raises(UsageError, match=r"x\.jsonl has no timings of a bench"):
         with_tables(f"<!-- across: {written(tmp_path, kept)} -->\n<!-- /across -->")
 
@@ -247,6 +252,23 @@ def test_a_file_that_has_nothing_for_a_table_is_told_and_left_out(
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
+
+
+def test_the_command_tells_whether_a_text_is_behind_its_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- records: {written(tmp_path, record())} -->\n<!-- /records -->\n")
+    for option, status, told in (
+        ("--check", 1, "behind its records"),
+        ("--write", 0, "written"),
+        ("--check", 0, "as its records have it"),
+    ):
+        before = page.read_text()
+        with pytest.raises(SystemExit) as stop:
+            main(["tables", option, str(page)])
+        assert (stop.value.code, capsys.readouterr().out) == (status, f"{page}: {told}\n")
+        assert (page.read_text() == before) == (option == "--check")
 
 
 @pytest.mark.parametrize("suite", ["quick", "fa2"])
