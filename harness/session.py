@@ -29,11 +29,11 @@ from .environment import Environment, core_count
 from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
 from .names import own_name, variant_of
-from .options import LIMIT_S, Directions, Format
+from .options import LIMIT_S, Directions, Dtype, Format
 from .provenance import provenance
 from .reader import Record, resumed_records
 from .records import RecordFile, problem_fields, record_file
-from .suites import Case, Suite, load_suite
+from .suites import DTYPES, Case, Suite, load_suite
 from .trial import Check, Verdict
 
 OK, FAILED, NOTHING_RAN = 0, 1, 2
@@ -56,7 +56,8 @@ Outcome = TypeVar("Outcome")
 class Request:
     """The options that these commands share. limit_s: seconds that one check or one row of timings may take.
 
-    kinds: of the records that the command writes, as far as it can resume them.
+    dtype: of every problem, in place of the suite's own. kinds: of the records that the command writes, as far as it
+    can resume them.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("check", "disagreement")
@@ -72,6 +73,7 @@ class Request:
     isolated: bool = True
     skip: str | None = None
     resume: Path | None = None
+    dtype: Dtype | None = None
 
     @property
     def each(self) -> tuple[Direction, ...]:
@@ -129,6 +131,8 @@ class Session:
         target, *others = dict.fromkeys(here.target(name) for name in request.target_names)
         if suite is None:
             suite = load_suite(request.suite, small=not here.has_gpu)
+        if request.dtype is not None:
+            suite = suite.in_dtype(DTYPES[request.dtype])
         if request.only:
             suite = suite.only(request.only)
         if request.skip:
