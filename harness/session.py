@@ -89,6 +89,16 @@ class Request:
         """The targets asked for: one, unless a command takes several."""
         return (self.target,)
 
+    def chosen(self, suite: Suite) -> Suite:
+        """The suite in the dtype asked for, and of that the cases asked for. Raises UsageError when there is none."""
+        if self.dtype is not None:
+            suite = suite.in_dtype(DTYPES[self.dtype])
+        if self.only:
+            suite = suite.only(self.only)
+        if self.skip:
+            suite = suite.without(self.skip)
+        return suite
+
 
 @dataclass
 class Session:
@@ -131,12 +141,7 @@ class Session:
         target, *others = dict.fromkeys(here.target(name) for name in request.target_names)
         if suite is None:
             suite = load_suite(request.suite, small=not here.has_gpu)
-        if request.dtype is not None:
-            suite = suite.in_dtype(DTYPES[request.dtype])
-        if request.only:
-            suite = suite.only(request.only)
-        if request.skip:
-            suite = suite.without(request.skip)
+        suite = request.chosen(suite)
         session = cls(request, here, suite, target, others=tuple(others), open_port=open_port, variables=variables)
         if request.resume is not None:
             session._earlier, note = resumed_records(request.resume)
