@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import UsageError, complain, one_of
-from .options import Directions, Format
+from .options import Directions, Dtype, Format
 
 if TYPE_CHECKING:
     from .baselines.protocol import Span
@@ -57,6 +57,9 @@ DirectionOption = Annotated[
 TargetOption = Annotated[str, typer.Option(metavar="NAME", help=TARGET_HELP)]
 OnlyOption = Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases with TEXT in name or id.")]
 SkipOption = Annotated[str | None, typer.Option(metavar="TEXT", help="No cases with TEXT in name or id.")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option("--dtype", help="Every problem of the suite in this dtype.", show_default=False)
+]
 RoundsOption = Annotated[int, typer.Option(min=2, metavar="N", help="Rounds of a timing.")]
 ResumeOption = Annotated[
     Path | None,
@@ -80,7 +83,9 @@ SpansOption = Annotated[
         metavar="NAME[,NAME…]", help="forward, backward, both: here both is something by itself, one launch of the two."
     ),
 ]
-BASELINE_HELP = "sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4; default, all."
+BASELINE_HELP = (
+    "sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, flash_attn, fa4, tilelang_example; default, all."
+)
 BaselineOption = Annotated[str | None, typer.Option(metavar="NAME[,NAME…]", help=BASELINE_HELP, show_default=False)]
 FirstBaselineOption = Annotated[
     str | None,

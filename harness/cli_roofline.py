@@ -9,6 +9,7 @@ import typer
 
 from .cli_options import (
     DirectionOption,
+    DtypeOption,
     FormatOption,
     IsolateOption,
     JsonOption,
@@ -46,6 +47,7 @@ def roofline_command(
     ] = None,
     only: OnlyOption = None,
     skip: SkipOption = None,
+    dtype: DtypeOption = None,
     seed: SeedOption = 0,
     rounds: RoundsOption = 40,
     time_limit: LimitOption = LIMIT_S,
@@ -79,6 +81,7 @@ def roofline_command(
         picture=picture,
         only=only,
         skip=skip,
+        dtype=dtype,
         seed=seed,
         rounds=rounds,
         limit_s=time_limit,

@@ -9,6 +9,7 @@ import typer
 
 from .cli_options import (
     DirectionOption,
+    DtypeOption,
     FormatOption,
     IsolateOption,
     JsonOption,
@@ -53,6 +54,7 @@ def sweep_command(
     target: TargetOption = "native",
     only: OnlyOption = None,
     skip: SkipOption = None,
+    dtype: DtypeOption = None,
     block_m: ValuesOption = None,
     block_n: ValuesOption = None,
     warps: ValuesOption = None,
@@ -118,6 +120,7 @@ def sweep_command(
         target=target,
         only=ONLY if suite is None and only is None else only,
         skip=skip,
+        dtype=dtype,
         values=values,
         spilling=spilling,
         write=write,

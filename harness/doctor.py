@@ -16,7 +16,7 @@ from .baselines import BASELINES
 from .compilers import nvcc_by
 from .environment import Environment
 from .isolation import Caller, Here, Lost, Worker
-from .jobs import Setting, opened, probe, refusal
+from .jobs import Setting, absence, opened, probe
 from .options import Format
 from .provenance import driver_version, git_commit, package_versions
 from .records import record_file
@@ -62,7 +62,7 @@ def _examine(here: Environment, trouble: str, form: Format, caller: Caller) -> t
     """What is installed, and which ports run; prints both."""
     installed = _installed(here, trouble, caller)
     ports = [_port(name, here, caller) for name in common.port_names()]
-    ports += [_baseline(name, here, caller) for name in BASELINES]
+    ports += [_baseline(name, caller) for name in BASELINES]
     tables = [
         _table("Installed", ("what", "found", "what to do"), installed),
         _table(f"Ports on {here.card}", ("port", "runs", "why, and what to do"), ports),
@@ -144,9 +144,9 @@ def _port(name: str, here: Environment, caller: Caller) -> Finding:
     return Finding(name, "interpreter", "; ".join(filter(None, (compiling, advice))))
 
 
-def _baseline(name: str, here: Environment, caller: Caller) -> Finding:
+def _baseline(name: str, caller: Caller) -> Finding:
     try:
-        reason = caller.call(refusal, Setting(here, here.native), name) or ""
+        reason = caller.call(absence, name) or ""
     except Lost as lost:
         reason = str(lost)
     return Finding(f"{name} (baseline)", "no" if reason else "native", reason)

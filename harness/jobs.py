@@ -150,9 +150,9 @@ def probe(setting: Setting, name: str) -> str:
     return ""
 
 
-def refusal(setting: Setting, name: str) -> str | None:
+def absence(name: str) -> str | None:
     """Why a baseline cannot run here, or None; looking imports packages."""
-    return BASELINES[name].unsupported(PROBE, setting.environment.native)
+    return BASELINES[name].absence()
 
 
 def check(setting: Setting, name: str, case: Case, direction: Direction) -> Check:

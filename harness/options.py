@@ -18,6 +18,14 @@ class Directions(StrEnum):
     BOTH = "both"
 
 
+class Dtype(StrEnum):
+    """What `--dtype` takes."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
 class Format(StrEnum):
     """What `--format` takes: how tables are printed."""
 

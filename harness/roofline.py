@@ -106,9 +106,7 @@ def _without_card(request: RooflineRequest, here: Environment, open_port: Callab
     for name in request.impls:
         if name not in common.port_names():
             raise UsageError(one_of("--impl", common.port_names(), name))
-    suite = load_suite(request.suite, small=False)
-    suite = suite.only(request.only) if request.only else suite
-    suite = suite.without(request.skip) if request.skip else suite
+    suite = request.chosen(load_suite(request.suite, small=False))
     session = Session(request, here, suite, here.target(request.target), open_port=open_port)
     # A process that interprets kernels refuses where its interpreter does not run.
     session.callers = [Worker(request.limit_s, 1, {INTERPRET: "0"}) if request.isolated else Here()]

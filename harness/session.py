@@ -29,11 +29,11 @@ from .environment import Environment, core_count
 from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
 from .names import own_name, variant_of
-from .options import LIMIT_S, Directions, Format
+from .options import LIMIT_S, Directions, Dtype, Format
 from .provenance import provenance
 from .reader import Record, resumed_records
 from .records import RecordFile, problem_fields, record_file
-from .suites import Case, Suite, load_suite
+from .suites import DTYPES, Case, Suite, load_suite
 from .trial import Check, Verdict
 
 OK, FAILED, NOTHING_RAN = 0, 1, 2
@@ -56,7 +56,8 @@ Outcome = TypeVar("Outcome")
 class Request:
     """The options that these commands share. limit_s: seconds that one check or one row of timings may take.
 
-    kinds: of the records that the command writes, as far as it can resume them.
+    dtype: of every problem, in place of the suite's own. kinds: of the records that the command writes, as far as it
+    can resume them.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("check", "disagreement")
@@ -72,6 +73,7 @@ class Request:
     isolated: bool = True
     skip: str | None = None
     resume: Path | None = None
+    dtype: Dtype | None = None
 
     @property
     def each(self) -> tuple[Direction, ...]:
@@ -86,6 +88,16 @@ class Request:
     def target_names(self) -> tuple[str, ...]:
         """The targets asked for: one, unless a command takes several."""
         return (self.target,)
+
+    def chosen(self, suite: Suite) -> Suite:
+        """The suite in the dtype asked for, and of that the cases asked for. Raises UsageError when there is none."""
+        if self.dtype is not None:
+            suite = suite.in_dtype(DTYPES[self.dtype])
+        if self.only:
+            suite = suite.only(self.only)
+        if self.skip:
+            suite = suite.without(self.skip)
+        return suite
 
 
 @dataclass
@@ -129,10 +141,7 @@ class Session:
         target, *others = dict.fromkeys(here.target(name) for name in request.target_names)
         if suite is None:
             suite = load_suite(request.suite, small=not here.has_gpu)
-        if request.only:
-            suite = suite.only(request.only)
-        if request.skip:
-            suite = suite.without(request.skip)
+        suite = request.chosen(suite)
         session = cls(request, here, suite, target, others=tuple(others), open_port=open_port, variables=variables)
         if request.resume is not None:
             session._earlier, note = resumed_records(request.resume)

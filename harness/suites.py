@@ -77,6 +77,11 @@ class Suite:
             raise UsageError(f"--only {text!r} matches no problem of the suite {self.name}; its cases are {names}")
         return replace(self, cases=cases)
 
+    def in_dtype(self, dtype: torch.dtype) -> Suite:
+        """The same cases in one dtype; those that differ in nothing else become one."""
+        cases = (replace(case, problem=replace(case.problem, dtype=dtype)) for case in self.cases)
+        return replace(self, cases=tuple({(case.id, case.problem, case.inputs): case for case in cases}.values()))
+
     def longest(self) -> Suite:
         """The cases with the most pairs of a query and a key."""
         pairs = [case.problem.len_q * case.problem.len_k for case in self.cases]

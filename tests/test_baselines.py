@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import Mask, Problem, Target
+from common import Mask, Problem, Target, Unsupported
 from harness.baselines import BASELINES, Baseline
 from harness.baselines.protocol import bytes_of, flops_of, is_importable
 from harness.checks import Truth
@@ -40,6 +42,7 @@ def _as_with_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
         module.flash_attn_func = stand_in(unbounded)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.delenv("TILELANG_EXAMPLES", raising=False)
 
 
 def stand_in(unbounded: int | None) -> Any:
@@ -179,3 +182,151 @@ def test_on_a_card_a_baseline_passes_or_says_why_not(name: str, monkeypatch: pyt
     for direction in ("forward", "backward"):
         check = trial.check(direction)  # type: ignore[arg-type]
         assert check.verdict in ("pass", "unsupported"), check.complaints()
+
+
+# Two files with the names and functions of TileLang's, computed by PyTorch.
+EXAMPLE_FORWARD = """
+from types import SimpleNamespace
+import torch.nn.functional as F
+
+compiled = []
+
+def get_configs():
+    return [dict(block_M=128, block_N=128, num_stages=2, threads=256)]
+
+def compile(batch, heads, seq_q, seq_kv, dim, is_causal, **tile):
+    print("begins to compile")
+    compiled.append(tile)
+    if batch == 9:
+        raise ValueError("no nvcc")
+    assert seq_q == seq_kv
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+flashattn = SimpleNamespace(jit_impl=compile)
+"""
+EXAMPLE_BACKWARD = """
+import torch
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        ctx.save_for_backward(q, k, v)
+        ctx.causal = causal
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    @staticmethod
+    def backward(ctx, do):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=ctx.causal)
+            return (*torch.autograd.grad(o, leaves, do), None)
+
+attention = Attention.apply
+"""
+EXAMPLE = BASELINES["tilelang_example"]
+FOR_EXAMPLE = Problem(1, 2, 2, 128, 128, 64, torch.float16, CAUSAL)
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of examples that the variable names, on a machine with a TileLang and a Hopper."""
+    (tmp_path / "example_mha_fwd_bhsd.py").write_text(EXAMPLE_FORWARD)
+    (tmp_path / "example_mha_bwd_bhsd.py").write_text(EXAMPLE_BACKWARD)
+    monkeypatch.setenv("TILELANG_EXAMPLES", str(tmp_path))
+    monkeypatch.setattr("harness.baselines.protocol.is_importable", lambda package: True)
+    monkeypatch.setattr(Target, "detect", lambda device=None: Target.named("hopper"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Mask()])
+def test_the_example_of_a_clone_is_checked_and_launched(
+    examples: Path, mask: Mask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem, path = Problem(1, 2, 2, 128, 128, 64, torch.float16, mask), list(sys.path)
+    x = make_inputs(problem, InputSpec(), seed=0, device=CPU)
+    trial = Trial(EXAMPLE, problem, x, Truth(problem, x), target=ADA)
+    for direction in ("forward", "backward"):
+        check = trial.check(direction)  # type: ignore[arg-type]
+        assert check.verdict == "pass", check.complaints()
+    with EXAMPLE.context(), torch.no_grad():
+        alone = (*trial.launch("forward")(), *trial.launch("backward")())
+        assert all(torch.equal(a, b) for a, b in zip(alone, trial.launch("both")(), strict=True))
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "begins to compile" in told.err
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "tuned"),
+    [("hopper", 64, True), ("hopper", 128, True), ("ada", 64, True), ("ada", 128, False)],
+)
+def test_the_example_has_its_tuned_tile_where_that_fits(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, target: str, head_dim: int, tuned: bool
+) -> None:
+    monkeypatch.setattr(Target, "detect", lambda device=None: Target.named(target))
+    attend = EXAMPLE.attention(Problem(1, 1, 1, 128, 128, head_dim, torch.float16), CPU)
+    kernel = next(cell.cell_contents for cell in attend.__closure__ or () if callable(cell.cell_contents))
+    compiled = kernel.__globals__["compiled"]
+    assert compiled[-1] == ({"block_M": 128, "block_N": 128, "num_stages": 2, "threads": 256} if tuned else {})
+
+
+def test_the_example_says_what_it_cannot(examples: Path) -> None:
+    def told(*sizes: int, dtype: torch.dtype = torch.float16, **more: Any) -> str:
+        return EXAMPLE.unsupported(Problem(*sizes, dtype, **more), ADA) or ""
+
+    assert told(1, 2, 2, 256, 256, 64) == told(1, 2, 2, 256, 256, 128, mask=CAUSAL) == ""
+    assert "takes fp16; the problem is bf16" in told(1, 1, 1, 128, 128, 64, dtype=torch.bfloat16)
+    assert "no window" in told(1, 1, 1, 128, 128, 64, mask=Mask(left=3, right=0))
+    assert "no unequal lengths" in told(1, 1, 1, 128, 256, 64)
+    assert "no grouped heads" in told(1, 4, 2, 128, 128, 64)
+    assert "takes D of 64 and 128; the problem has 96" in told(1, 1, 1, 128, 128, 96)
+    for batch, length in ((1, 192), (1, 0), (0, 128)):
+        assert "in whole tiles of 128" in told(batch, 1, 1, length, length, 64)
+    assert "no scale but 1/sqrt(D)" in told(1, 1, 1, 128, 128, 64, scale=0.3)
+    for layout in ("bshd", "offset_one"):
+        x = make_inputs(FOR_EXAMPLE, InputSpec(layout_do=layout), seed=0, device=CPU)
+        with pytest.raises(Unsupported, match="packed tensors that start on 16 bytes"):
+            EXAMPLE.launch("forward", x, FOR_EXAMPLE)
+    with pytest.raises(Unsupported, match="does not compile here: ValueError: no nvcc"):
+        EXAMPLE.attention(Problem(9, 1, 1, 128, 128, 64, torch.float16), CPU)
+
+
+def test_an_example_that_is_not_set_up_says_what_to_do(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = examples / "example_mha_bwd_bhsd.py"
+    for content, reason in (
+        (
+            "raise ImportError('no such thing\\nand more')",
+            f"cannot be imported: {name} raised ImportError: no such thing",
+        ),
+        ("raise SystemExit('bye')", f"cannot be imported: {name} raised SystemExit: bye"),
+        ("x = 1", f"needs attention of {name}, which has none: set TILELANG_EXAMPLES to the folder"),
+    ):
+        name.write_text(content)
+        told = EXAMPLE.absence() or ""
+        assert reason in told
+        assert "\n" not in told
+    name.unlink()
+    assert f"needs {name}, which is not there: set TILELANG_EXAMPLES to the folder" in (EXAMPLE.absence() or "")
+    for value in (None, ""):
+        monkeypatch.delenv("TILELANG_EXAMPLES") if value is None else monkeypatch.setenv("TILELANG_EXAMPLES", value)
+        assert "TileLang example needs a clone of TileLang: set TILELANG_EXAMPLES" in (EXAMPLE.absence() or "")
+    monkeypatch.setattr("harness.baselines.protocol.is_importable", lambda package: False)
+    told = "TileLang example needs tilelang, which is not installed: pip install tilelang==0.1.13"
+    assert EXAMPLE.absence() == told
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("TILELANG_EXAMPLES" not in os.environ, reason="TILELANG_EXAMPLES names no clone of TileLang")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [CAUSAL, Mask()])
+def test_on_a_card_the_example_passes(head_dim: int, mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    problem = Problem(2, 4, 4, 384, 384, head_dim, torch.float16, mask)
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = make_inputs(problem, InputSpec(), seed=0, device=device)
+    trial = Trial(EXAMPLE, problem, x, Truth(problem, x), target=Target.detect(device))
+    for direction in ("forward", "backward"):
+        check = trial.check(direction)  # type: ignore[arg-type]
+        assert check.verdict == "pass", check.complaints() or check.reason

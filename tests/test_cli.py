@@ -436,6 +436,40 @@ def test_records_that_do_not_fit_are_told_and_never_lost(
     ]
 
 
+def test_a_suite_runs_in_the_dtype_that_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, other = tmp_path / "x.jsonl", tmp_path / "y.jsonl"
+    alone = ["--impl", "reference", "--no-isolate", "--direction", "forward"]
+    with pytest.raises(SystemExit) as stop:
+        main(["run", *alone, "--only", "dtypes", "--dtype", "fp16", "--json", str(path)])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "d64-fp16-causal" in out
+    assert "bf16" not in out
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({r["problem"]["id"] for r in records}) == len(records)
+    assert {r["problem"]["dtype"] for r in records} == {"fp16"}
+    text = path.read_text()
+    for command in ("run", "matrix"):  # ids are those of the dtype asked for, also for --only
+        with pytest.raises(SystemExit) as stop:
+            main([command, *alone, "--only", "d64-fp32-causal", "--dtype", "fp32", "--json", str(other)])
+        assert stop.value.code == 0
+        capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["run", *alone, "--only", "dtypes", "--dtype", "bf16", "--resume", str(path)])
+    assert stop.value.code == 2
+    assert "of other problems, inputs or another seed" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("command", ["bench", "ladder", "matrix", "memory", "roofline", "run", "sweep"])
+def test_a_dtype_that_there_is_not_is_wrong_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, *(["--impl", "reference"] if command == "run" else []), "--dtype", "fp8"])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "'fp8' is not one of 'fp16', 'bf16', 'fp32'" in line
+
+
 @pytest.mark.parametrize("command", ["run --impl reference", "trace", "model", "fuzz --impl reference", "roofline"])
 def test_a_seed_that_no_generator_takes_is_wrong_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in ("-1", str(2**63), "9" * 23):

@@ -23,6 +23,7 @@ from harness.counters import FORBIDDEN, Counted, Counters, metrics_for, parse, r
 from harness.environment import CPU, Environment
 from harness.errors import UsageError
 from harness.kernel_times import KernelTimes, kernel_times, launches_of, sorted_out
+from harness.options import Dtype
 from harness.published import with_tables
 from harness.reader import read_records
 from harness.roofline import RooflineRequest
@@ -373,6 +374,7 @@ def test_a_text_quotes_the_table_of_a_run(capsys: pytest.CaptureFixture[str], tm
 def test_without_a_gpu_counts_stand_beside_datasheets(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     asked = request("triton", suite="walkthrough", only="n4096", skip="full", target="hopper", json=path)
+    asked = replace(asked, dtype=Dtype.FP16)
     assert roofline.roofline(asked, CPU, open_port()) == 0
     out = capsys.readouterr().out
     assert "Roofline by datasheet, hopper (sm_90a): nothing is timed without a GPU" in out
@@ -381,6 +383,7 @@ def test_without_a_gpu_counts_stand_beside_datasheets(capsys: pytest.CaptureFixt
     assert "Datasheets tell the rate of wgmma" in out  # the third launch is of mma.sync
     assert "TF/s is" not in out
     for record in read_records(path, ("roofline",)):
+        assert record["problem"]["dtype"] == "fp16"
         assert record["verdict"] is record["ceilings"] is record["samples"] is None
         assert [spot.ms for spot in spots_of(record)] == [None] * len(record["kernels"])
 

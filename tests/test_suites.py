@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from common import Mask, Problem
 from harness.errors import UsageError
 from harness.inputs import LAYOUTS, InputSpec, make_decoy, make_inputs
-from harness.suites import load_suite, suite_names
+from harness.options import Dtype
+from harness.suites import DTYPES, load_suite, suite_names
 
 CPU = torch.device("cpu")
 
@@ -175,6 +177,21 @@ def test_only_selects_by_name_and_by_problem_id() -> None:
     assert {case.problem.head_dim for case in quick.only("d256").cases} == {256}
     with pytest.raises(UsageError, match="--only 'nothing' matches no problem of the suite quick"):
         quick.only("nothing")
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_a_suite_in_another_dtype_keeps_its_cases_once_and_its_inputs(name: str) -> None:
+    assert list(Dtype) == list(DTYPES)
+    suite = load_suite(name, small=True)
+    for dtype in DTYPES.values():
+        cases = suite.in_dtype(dtype).cases
+        assert {case.problem.dtype for case in cases} == {dtype}
+        of = [(case.id, replace(case.problem, dtype=torch.float16), case.inputs) for case in suite.cases]
+        assert [(case.id, replace(case.problem, dtype=torch.float16), case.inputs) for case in cases] == [
+            *dict.fromkeys(of)
+        ]
+        for case in cases:
+            make_inputs(case.problem, case.inputs, seed=0, device=CPU)
 
 
 def test_inputs_are_seeded_and_fresh() -> None:

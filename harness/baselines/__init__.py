@@ -6,9 +6,11 @@ from .flash_attention import FlashAttention2, FlashAttention4
 from .flex import Flex
 from .protocol import Baseline
 from .sdpa import SDPA_FLASH, SDPA_OTHERS
+from .tilelang_example import TileLangExample
 
 __all__ = ["BASELINES", "SDPA_FLASH", "Baseline"]
 
 BASELINES: dict[str, Baseline] = {
-    baseline.name: baseline for baseline in (SDPA_FLASH, *SDPA_OTHERS, Flex(), FlashAttention2(), FlashAttention4())
+    baseline.name: baseline
+    for baseline in (SDPA_FLASH, *SDPA_OTHERS, Flex(), FlashAttention2(), FlashAttention4(), TileLangExample())
 }

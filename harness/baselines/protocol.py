@@ -38,12 +38,19 @@ class Baseline(ABC):
     package: ClassVar[str] = "torch"
     install: ClassVar[str] = ""
 
-    def unsupported(self, problem: Problem, target: Target) -> str | None:
-        """Why it cannot do the problem here, or None when it can."""
+    def absence(self) -> str | None:
+        """Why it cannot run here at all, and what to do; None when it can. Looking may import packages."""
         if not torch.cuda.is_available():
             return f"{self.title} needs a CUDA device"
         if not is_importable(self.package):
             return f"{self.title} needs {self.package}, which is not installed: {self.install}"
+        return None
+
+    def unsupported(self, problem: Problem, target: Target) -> str | None:
+        """Why it cannot do the problem here, or None when it can."""
+        reason = self.absence()
+        if reason is not None:
+            return reason
         if problem.dtype not in self.dtypes:
             taken = ", ".join(DTYPE_NAMES[dtype] for dtype in self.dtypes)
             return f"{self.title} takes {taken}; the problem is {DTYPE_NAMES[problem.dtype]}"
