@@ -133,8 +133,9 @@ def counted_tables(records: Iterable[Record]) -> list[Table]:
         rows = rows_of(members)
         if any(row.apart for row in rows):
             checks = [record for record in members if record["kind"] == "check"]
-            ports = list(dict.fromkeys(record["port"] for record in checks))
-            tables += [_counts(path, checks), pairs_table(ports, rows)]
+            compared = (name for row in rows for apart in row.apart for name in apart.ports)
+            ports = list(dict.fromkeys([*(record["port"] for record in checks), *compared]))
+            tables += [*([_counts(path, checks)] if checks else []), pairs_table(ports, rows)]
     return tables
 
 

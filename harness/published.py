@@ -10,6 +10,7 @@ so.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -56,7 +57,12 @@ def read_tabled(paths: Sequence[Path]) -> list[Record]:
             raise NothingToShow(f"{path} holds no timings, which come from a GPU")
         return records
 
-    return [record for _, records in read_files(paths, read) for record in records]
+    return _each_once(record for _, records in read_files(paths, read) for record in records)
+
+
+def _each_once(records: Iterable[Record]) -> list[Record]:
+    """The records without those that are there already, as when a resumed run is read beside what it went on from."""
+    return list({json.dumps(record, sort_keys=True): record for record in records}.values())
 
 
 def record_tables(records: Iterable[Record]) -> list[Table]:
@@ -186,6 +192,8 @@ MADE: dict[str, tuple[Callable[[Iterable[Record]], list[Table]], tuple[str, ...]
     "ladder": (_across_ladder, ("check",), "timings of a ladder"),
     "matrix": (counted_tables, ("check", "disagreement"), "checks of several ports"),
 }
+# A comment alone on its line that is a marker, or was to be one.
+_MEANT = re.compile(rf"^[ \t]*<!--[ \t]*/?[ \t]*(?:{'|'.join(MADE)})\b.*-->[ \t]*$", re.MULTILINE)
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
@@ -197,8 +205,8 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     parts, done = [], 0
     for opening, closing in _blocks(text):
         make, kinds, wanting = MADE[opening[1]]
-        names = dict.fromkeys(opening[2].split())
-        tables = make([record for name in names for record in sound_records(results / name, kinds)])
+        names = opening[2].split()
+        tables = make(_each_once(record for name in names for record in sound_records(results / name, kinds)))
         if not tables:
             raise UsageError(f"{opening[2]} has no {wanting}")
         parts += [text[done : opening.end()], "\n", "\n".join(as_markdown(table) for table in tables)]
@@ -209,6 +217,12 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
 def _blocks(text: str) -> list[tuple[re.Match[str], re.Match[str]]]:
     """The pairs of markers, each on a line of its own."""
     blocks = []
+    for meant in _MEANT.finditer(text):
+        if not _MARKER.fullmatch(meant[0]):
+            raise UsageError(
+                f"{_place(text, meant)} is nearly a marker: they are lines like <!-- records: FILE --> or "
+                "<!-- /records -->, without a blank more or less"
+            )
     markers = iter(_MARKER.finditer(text))
     for opening in markers:
         word = opening[1] or opening[3]
@@ -239,5 +253,5 @@ def write_tables(path: Path, *, write: bool = True) -> bool:
         raise UsageError(f"{path} has no lines <!-- records: FILE --> and <!-- /records --> (or {', '.join(MADE)})")
     fresh = with_tables(text)
     if write and fresh != text:
-        path.write_text(fresh, encoding="utf-8")
+        path.write_text(fresh, encoding="utf-8", newline="\r\n" if b"\r\n" in path.read_bytes() else "\n")
     return fresh != text

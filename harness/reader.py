@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -102,7 +103,8 @@ def _lines(path: Path) -> list[bytes]:
     except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error  # gzip's own have no strerror
         partial = path.with_name(path.name + ".partial") if path.name else path
-        hint = f"; {partial} is there, of a run that ended early" if partial != path and partial.is_file() else ""
+        is_there = partial != path and os.path.isfile(partial)  # also of a name that is too long for one
+        hint = f"; {partial} is there, of a run that ended early" if is_there else ""
         raise UsageError(f"records {path} cannot be read: {reason}{hint}") from error
 
 
@@ -114,7 +116,9 @@ def _records(path: Path, lines: Sequence[bytes], before: int = 0) -> list[Record
             continue
         try:
             record = json.loads(line.decode(), parse_constant=_refuse)
-        except UnicodeDecodeError as error:
+            if b"\\u" in line:
+                json.dumps(record, ensure_ascii=False).encode()  # half of a pair of code units is no text
+        except UnicodeError as error:
             raise UsageError(f"records {path} cannot be read: line {number} is no text") from error
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} line {number} is no JSON: {error}") from error

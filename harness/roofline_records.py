@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import Direction, Problem, Target, Work
 from common.target import TARGETS
@@ -19,9 +19,11 @@ from .kernel_times import KernelTimes, match
 from .reader import Record
 from .records import problem_fields, problem_of, tile_fields
 from .schema import VERSION
-from .session import Session
 from .suites import Case
 from .trial import Check
+
+if TYPE_CHECKING:
+    from .session import Session
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,16 @@ def _earlier(this: Run, case: Case) -> list[Result]:
     """The results of a case in the file to resume; none unless all that is to be known of the case is there."""
     records = {(r["port"], r["direction"]): r for r in this.session.earlier(case) if r["kind"] == "check"}
     wanted = [(name, direction) for name in this.session.ports for direction in this.request.each]
-    if not all(key in records for key in wanted):
+    if not all(key in records and _is_of_run(records[key]) for key in wanted):
         return []
     results = [_result_of(case, records[key]) for key in wanted]
     done = all(r.timing or r.untimed for r in results if r.check.verdict == "pass") or not this.is_timed
     return results if done else []
+
+
+def _is_of_run(record: Record) -> bool:
+    """Whether it is not of a bench, whose contestants took turns with others as well."""
+    return all(b["port"] == SDPA_FLASH.name for b in record["baselines"])
 
 
 def _result_of(case: Case, record: Record) -> Result:

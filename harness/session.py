@@ -28,11 +28,12 @@ from .compilers import PACKAGES
 from .environment import Environment, core_count
 from .errors import UsageError, complain, one_of
 from .isolation import Caller, Here, Lost, TimedOut, Worker
-from .names import own_name, variant_of
+from .names import own_name, switches_of, variant_of
 from .options import LIMIT_S, Directions, Dtype, Format
 from .provenance import provenance
 from .reader import Record, resumed_records
-from .records import RecordFile, problem_fields, record_file
+from .records import RecordFile, problem_fields, record_file, switches_fields
+from .sound import check_sound
 from .suites import DTYPES, Case, Suite, load_suite
 from .trial import Check, Verdict
 
@@ -145,6 +146,7 @@ class Session:
         session = cls(request, here, suite, target, others=tuple(others), open_port=open_port, variables=variables)
         if request.resume is not None:
             session._earlier, note = resumed_records(request.resume)
+            check_sound(request.resume, session._earlier, "gone on from")
             if note:
                 complain(note)
         session.callers = session._make_callers()
@@ -293,6 +295,8 @@ class Session:
             return "of another command or direction"
         if not all(own_name(name) in self.ports for name in names):
             return "of other ports"
+        if record["kind"] == "check" and record["switches"] != switches_fields(switches_of(record["port"])):
+            return "of other switches"
         if record["kind"] == "build":
             compilers = [PACKAGES.get(own_name(name)) for name in names]
             packages = [{name: versions.get(name) for name in compilers} for versions in packages]

@@ -1,12 +1,15 @@
-"""Records that can be shown: beyond their schema nothing in them contradicts itself, or is what no machine gives."""
+"""Records that can be shown or gone on from: beyond their schema nothing in them contradicts itself, or is what no
+machine gives."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from common import Target
 
+from .baselines.protocol import SPANS
+from .checks import NAMES
 from .errors import UsageError, one_line
 from .inputs import InputSpec
 from .reader import Record, read_records
@@ -20,11 +23,16 @@ LEAST_MS = 1e-6  # no launch takes less than a nanosecond
 def sound_records(path: Path, kinds: Collection[str]) -> list[Record]:
     """`read_records`, of records that can be shown. Raises UsageError for one that cannot, saying why."""
     records = read_records(path, kinds)
+    check_sound(path, records, "shown")
+    return records
+
+
+def check_sound(path: Path, records: Iterable[Record], use: str) -> None:
+    """Raises UsageError when one of the records of a file contradicts itself. use: what cannot be done with it then."""
     for record in records:
         wrong = _fault(record)
         if wrong is not None:
-            raise UsageError(f"{path} holds a record that cannot be shown: {wrong}")
-    return records
+            raise UsageError(f"{path} holds a record that cannot be {use}: {wrong}")
 
 
 def _fault(record: Record) -> str | None:
@@ -36,12 +44,11 @@ def _fault(record: Record) -> str | None:
         if "target" in record:
             Target.named(record["target"]["name"])
         if record["kind"] == "check":
-            check_of(record)
-            return _timing_fault(record) if record["samples"] else None
+            return _check_fault(record) or (_timing_fault(record) if record["samples"] else None)
         if record["kind"] == "roofline":
             return _roofline_fault(record)
-        if record["kind"] == "disagreement":
-            disagreement_of(record)
+        if record["kind"] == "disagreement" and not disagreement_of(record).units >= 0:
+            return "a distance that is none"
         if record["kind"] == "memory":
             return _memory_fault(record)
         if record["kind"] == "model":
@@ -51,13 +58,25 @@ def _fault(record: Record) -> str | None:
     return None
 
 
-def _memory_fault(record: Record) -> str | None:
-    sizes = [record[name] for name in ("peak_bytes", "extra_bytes", "formula_bytes")]
-    if record["peak_bytes"] is None:
-        return None if record["reason"] else "neither bytes nor why there are none"
-    if any(size is None or not -(MOST**2) < size < MOST**2 for size in sizes):
-        return "bytes that no card has"
+def _check_fault(record: Record) -> str | None:
+    tensors = {tensor.name: tensor for tensor in check_of(record).tensors}
+    names = {name for direction in SPANS[record["direction"]] for name in NAMES[direction]}
+    if not tensors.keys() <= names:
+        return f"errors of {', '.join(sorted(tensors.keys() - names))}, which no {record['direction']} has"
+    if record["verdict"] != "pass":
+        return f"a timing of what is {record['verdict']}" if record["samples"] else None
+    if tensors.keys() != names or record["faults"] or not all(tensor.passed for tensor in tensors.values()):
+        return "a pass that its errors and faults do not bear out"
     return None
+
+
+def _memory_fault(record: Record) -> str | None:
+    peak, extra, formula = (record[name] for name in ("peak_bytes", "extra_bytes", "formula_bytes"))
+    if peak is None:
+        return None if record["reason"] else "neither bytes nor why there are none"
+    if not 0 <= peak < MOST**2 or not 0 <= formula < MOST**2:
+        return "bytes that no card has"
+    return None if extra == peak - formula else "bytes beyond the formula that are not the rest"
 
 
 def _model_fault(record: Record) -> str | None:

@@ -102,7 +102,7 @@ def as_markdown(table: Table) -> str:
     rule = ["---" if i < table.labels else "---:" for i in range(len(table.columns))]
     lines = [f"**{table.title}**", ""]
     for row in (table.columns, rule, *table.rows):
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+        lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |")
     lines += [""] + [line for note in table.notes for line in (note, "")]
     return "\n".join(lines)
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from common import Mask, Problem
-from harness.baselines.protocol import flops_of
+from harness.baselines.protocol import SPANS, flops_of
+from harness.checks import NAMES
 from harness.memory import formula
 from harness.records import problem_fields
 
@@ -40,7 +41,10 @@ def timed(port: str = "triton", of: Problem | None = None, direction: str = "for
     ]
     beside = [{"port": name, "verdict": "pass", "reason": ""} for name in ("sdpa_flash", "flex")]
     beside.append({"port": "fa4", "verdict": "unsupported", "reason": "FA4 needs flash_attn.cute"})
+    names = [name for part in SPANS[direction] for name in NAMES[part]]  # type: ignore[index]
+    errors = dict.fromkeys(names, record["errors"]["o"])
     figures = {"samples": samples, "host_us": dict.fromkeys(MS, 10.0), "flops": flops_of(of, direction)}
+    figures["errors"] = errors
     about = {"port": port, "direction": direction, "problem": problem_fields(of), "baselines": beside}
     return record | about | figures | {"provenance": provenance()} | changed
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.checks import NAMES
 from harness.cli import main
 from harness.compare import compare_cell, outcome_of, speed_up
 from harness.errors import UsageError
@@ -29,7 +30,8 @@ def timed(ours: float, base: float | None = 0.03, *, noise: float = 0.01, seed: 
     for clock in rng.uniform(0.99, 1.01, size=40):
         ms = {name: value * clock * rng.normal(1, noise) for name, value in medians.items()}
         samples.append(record["samples"][0] | {"ms": ms})
-    return record | {"samples": samples, "host_us": dict.fromkeys(medians, 10.0)} | changed
+    errors = dict.fromkeys(NAMES[changed.get("direction", "forward")], record["errors"]["o"])
+    return record | {"samples": samples, "host_us": dict.fromkeys(medians, 10.0), "errors": errors} | changed
 
 
 def outcome(before: Record, after: Record, **options: Any) -> str:

@@ -16,6 +16,7 @@ from harness.provenance import folder_hash, sources_hash
 from harness.published import KEPT, KINDS, RESULTS, record_tables, summary_tables, with_tables, write_tables
 from harness.reader import read_records, upgraded
 from harness.records import problem_fields, problem_of
+from harness.sound import sound_records
 from harness.suites import load_suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,6 +163,11 @@ def test_writing_replaces_what_stands_between_the_markers_and_nothing_else(tmp_p
         ("prose\n<!-- records: F -->\nprose\n", "line 2, <!-- records: F --> has no marker of its own that closes it"),
         ("<!-- records: F -->\n<!-- /summary -->\n", "line 1, <!-- records: F --> has no"),
         ("prose\n<!-- /records -->\n", "line 2, <!-- /records --> has no marker of its own that opens it"),
+        ("<!-- records: F -->\n<!-- /records --> \n", "line 2, <!-- /records -->  is nearly a marker"),
+        ("  <!-- records: F -->\n  <!-- /records -->\n", "line 1,   <!-- records: F --> is nearly a marker"),
+        ("<!--summary: F-->\nold\n<!--/summary-->\n", "line 1, <!--summary: F--> is nearly a marker"),
+        ("<!-- records:  F -->\nold\n<!-- /records -->\n", "line 1, <!-- records:  F --> is nearly a marker"),
+        ("<!-- matrix F -->\nold\n<!-- /matrix -->\n", "line 1, <!-- matrix F --> is nearly a marker"),
         (
             "<!-- memory: F -->\n<!-- /memory -->\n",
             "quoted by the words records, summary, across, ladder, matrix, not m",
@@ -181,6 +187,10 @@ def test_odd_markers_are_refused_and_the_page_is_as_it_was(page: str, told: str,
     ("change", "told"),
     [
         ({"port": "julia"}, "samples without julia"),
+        ({"verdict": "unsupported"}, "a timing of what is unsupported"),
+        ({"faults": ["wrote outside"]}, "a pass that its errors and faults do not bear out"),
+        ({"errors": {}}, "a pass that its errors and faults do not bear out"),
+        ({"direction": "backward"}, "errors of lse, o, which no backward has"),
         ({"target": {"name": "turing", "sm": "sm_75"}}, "target must be one of"),
         ({"flops": 10**400}, "of operations of no problem"),
         ({"host_us": {"triton": 1.0}}, "not all have a time of every contestant"),
@@ -209,6 +219,75 @@ def test_a_record_that_contradicts_itself_is_one_line_to_every_reader(
         assert err.count("\n") == 1
         assert f"{path} holds a record that cannot be shown: " in err
         assert told in err
+
+
+def test_a_wrong_result_that_says_it_passed_is_neither_shown_nor_gone_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    only = ["matrix", "--impl", "reference", "--only", "scale", "--direction", "forward"]
+    with pytest.raises(SystemExit):
+        main([*only, "--json", str(path)])
+    (kept,) = read_records(path, ("check",))
+    worse = kept["errors"]["o"] | {"error": 5.0}
+    written(tmp_path, kept | {"errors": kept["errors"] | {"o": worse}})
+    for arguments, use in ((["tables", str(path)], "shown"), ([*only, "--resume", str(path)], "gone on from")):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert f"x.jsonl holds a record that cannot be {use}: a pass that its errors" in capsys.readouterr().err
+    written(tmp_path, kept | {"switches": kept["switches"] | {"exp2": False}})
+    with pytest.raises(SystemExit) as stop:
+        main([*only, "--resume", str(path)])
+    assert stop.value.code == 2
+    assert "none of the 1 records of" in (told := capsys.readouterr().err)
+    assert "1 of other switches" in told
+
+
+def test_a_record_that_is_there_twice_counts_once(tmp_path: Path) -> None:
+    kept = upgraded(record())
+    path = written(tmp_path, kept, kept)
+    text = with_tables(f"<!-- records: {path} -->\n<!-- /records -->")
+    assert with_tables(f"<!-- records: {path} {path} -->\n<!-- /records -->").count("pass") == text.count("pass") == 1
+
+
+def test_the_ends_of_a_texts_lines_stay_as_they_are(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_bytes(f"prose\r\n<!-- records: {written(tmp_path, record())} -->\r\n<!-- /records -->\r\n".encode())
+    assert write_tables(page)
+    assert page.read_bytes().count(b"\n") == page.read_bytes().count(b"\r\n") > 3
+
+
+def test_disagreements_without_checks_are_a_table_without_counts(tmp_path: Path) -> None:
+    apart = read_records(RESULTS / "matrix-quick-h200.jsonl.gz", ("disagreement",))[:3]
+    (table,) = record_tables(read_records(written(tmp_path, *apart), ("disagreement",)))
+    assert table.title.startswith("Ports beside each other")
+    assert {row[0] for row in table.rows} == {name for r in apart for name in r["ports"]}
+    with pytest.raises(UsageError, match="a distance that is none"):
+        sound_records(written(tmp_path, apart[0] | {"units": -1.0}), ("disagreement",))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"peak_bytes": -5, "extra_bytes": -5}, "bytes that no card has"),
+        ({"extra_bytes": 7}, "bytes beyond the formula that are not the rest"),
+    ],
+)
+def test_memory_that_cannot_be_is_refused(change: dict[str, int], told: str, tmp_path: Path) -> None:
+    kept = read_records(RESULTS / "memory-long-h200.jsonl.gz", ("memory",))[0]
+    with pytest.raises(UsageError, match=told):
+        sound_records(written(tmp_path, kept | change), ("memory",))
+
+
+def test_a_reason_of_several_lines_stays_in_its_cell(tmp_path: Path) -> None:
+    kept = read_records(RESULTS / "memory-long-h200.jsonl.gz", ("memory",))[0]
+    lost = {"peak_bytes": None, "extra_bytes": None, "reason": "one\n<!-- /records -->\ntwo"}
+    path = written(tmp_path, kept | lost)
+    text = with_tables(f"<!-- records: {path} -->\n<!-- /records -->")
+    assert "| one <!-- /records --> two |" in text
+    assert with_tables(text) == text
 
 
 def test_the_command_prints_a_files_tables_and_refuses_a_text_without_markers(

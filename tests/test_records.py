@@ -16,9 +16,10 @@ import pytest
 
 from harness.cli_options import records_file
 from harness.errors import UsageError
-from harness.published import KEPT
+from harness.published import KEPT, RESULTS
 from harness.reader import read_records, resumed_records, upgraded
 from harness.records import SHOWN, RecordFile
+from harness.run import _is_of_run
 from harness.schema import ANNOTATIONS, KEYWORDS, VERSION, fault, record_fault, record_schema
 
 Record = dict[str, Any]
@@ -175,6 +176,7 @@ def test_records_of_other_kinds_are_left_out(tmp_path: Path) -> None:
         ("[]\n", "line 1: it is no record"),
         ("\n\nno json\n", "line 3 is no JSON"),
         ('{"schema": NaN}\n', "line 1 is no JSON: NaN is no number of JSON"),
+        ('{"schema": 3, "kind": "\\ud800"}\n', "line 1 is no text"),
         ('{"schema": 2, "kind": "check"}\n', "line 1: the record lacks suite"),
         ('{"schema": 1, "kind": "model"}\n', "line 1: /kind model exists from schema 3 on, and /schema is 1"),
         ('{"schema": 3, "kind": "run"}\n', "line 1: /kind run exists up to schema 1, and /schema is 3"),
@@ -222,6 +224,21 @@ def test_what_an_interrupted_run_left_is_read_without_its_unfinished_line(tmp_pa
     path.write_bytes(line[:100] + b"\n" + line)
     with pytest.raises(UsageError, match="line 1 is no JSON"):
         resumed_records(path)
+
+
+def test_a_name_that_is_too_long_for_a_file_is_one_line(tmp_path: Path) -> None:
+    for length in (250, 300):
+        with pytest.raises(UsageError, match="cannot be read: "):
+            read_records(tmp_path / ("x" * length), ("check",))
+
+
+def test_a_run_does_not_take_the_timings_of_a_bench_for_its_own() -> None:
+    of_run, of_bench = (
+        read_records(RESULTS / name, ("check",))[0]
+        for name in ("walkthrough-triton-h200.jsonl.gz", "bench-fa2-h200.jsonl.gz")
+    )
+    assert _is_of_run(of_run)
+    assert not _is_of_run(of_bench)
 
 
 def test_a_file_that_gzip_has_packed_is_read_as_it_was(tmp_path: Path) -> None:
