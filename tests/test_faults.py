@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ class Edit:
 @dataclass(frozen=True)
 class Fault:
     """One mistake, and the line that makes it in each port. `only` is a case of the suite that shows it, small enough
-    for the interpreter; `wrong` are the tensors that err there, an element not written among them."""
+    for the interpreter; `wrong` are the tensors that err there, an element not written among them; `more` those that
+    err as well where the kernel of dk and dv adds up dq."""
 
     name: str
     only: str
     wrong: set[str]
     edits: dict[str, Edit]
+    more: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         return self.name
@@ -152,6 +154,7 @@ FAULTS = [
                 "backward_dkdv.py", "max(end - begin, 0) * group", "max(end - begin, 0) * cutlass.max(group - 1, 1)"
             ),
         },
+        more={"dq"},
     ),
     Fault(
         "one-output-tile-unwritten",
@@ -240,7 +243,8 @@ def test_a_planted_fault_is_seen_where_it_is(subject: Subject, fault: Fault, tmp
     assert done.returncode == 1, done.stdout + done.stderr
     assert "fail" in done.stdout
     # At a GPU's sizes what errs may spoil more.
-    assert erring(records) >= fault.wrong if GPU else erring(records) == fault.wrong, done.stdout
+    assert erring(records) >= fault.wrong, done.stdout
+    assert GPU or erring(records) <= fault.wrong | fault.more, done.stdout
 
 
 # A hash of each TileLang program of a direction; those that are not among the given ones are lowered, without a GPU.
