@@ -9,11 +9,11 @@ import numpy as np
 from .baselines import BASELINES
 from .environment import path_title
 from .names import own_name
-from .provenance import have_changed, in_words
+from .provenance import changed_ports, in_words
 from .reader import Record
 from .records import problem_of, tile_of, timing_of
 from .tables import Table, problem_cells
-from .timing import FLOP_CONVENTION, Timing
+from .timing import FLOP_CONVENTION, Timing, why_throttled
 
 SPAN_WORDS = {"forward": "forward", "backward": "backward", "both": "forward and backward in one launch"}
 
@@ -64,9 +64,9 @@ def _port_table(records: Sequence[Record]) -> Table:
     for record in records:
         table.add(*_port_cells(record, beside), problem=problem_of(record["problem"]))
         table.notes += doubts_of(record)
-    causes = {cause for record in records if (times := timing_of(record)) for cause in times.throttle_reasons}
-    if causes:
-        table.notes.append(f"throttled: rounds in which the card held its clocks down ({', '.join(sorted(causes))}).")
+    why = why_throttled(times for record in records if (times := timing_of(record)))
+    if why:
+        table.notes.append(f"throttled: rounds in which the card held its clocks down ({why}).")
     for baseline in first["baselines"]:
         reasons = {
             b["reason"] for r in records for b in r["baselines"] if b["port"] == baseline["port"] and b["reason"]
@@ -125,8 +125,7 @@ def complaints_of(record: Record) -> list[str]:
     times, name = timing_of(record), record["problem"]["id"]
     if times is None or not times.throttled:
         return doubts_of(record)
-    reasons = ", ".join(times.throttle_reasons)
-    throttled = f"{name}: {times.throttled} of {len(times.rounds)} rounds throttled ({reasons})"
+    throttled = f"{name}: {times.throttled} of {len(times.rounds)} rounds throttled ({why_throttled([times])})"
     return [throttled, *doubts_of(record)]
 
 
@@ -151,7 +150,7 @@ def provenance_notes(records: Sequence[Record]) -> list[str]:
 
 def changed_notes(records: Iterable[Record]) -> list[str]:
     """Whose sources are no longer those that were measured."""
-    changed = {own_name(r["port"]): None for r in records if have_changed(own_name(r["port"]), r["sources"])}
+    changed = changed_ports(records)
     return [f"The sources of {port} or of `common` have changed since this was measured." for port in changed]
 
 

@@ -44,8 +44,7 @@ def _table(records: Sequence[Record]) -> Table:
         problem = problem_of(some["problem"])
         table.add(*problem_cells(problem), f"{some['formula_bytes'] / MEGA:.1f}", *shown, problem=problem)
     table.notes += [f"{in_words(first['provenance'])}. {COUNTED}"]
-    ours = ({"port": record["contestant"], "sources": record["sources"]} for record in records if record["sources"])
-    table.notes += changed_notes(ours)
+    table.notes += changed_notes(records)
     return table
 
 

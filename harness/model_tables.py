@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .baselines import BASELINES
-from .bench_tables import path_of, title_of
+from .bench_tables import changed_notes, path_of, title_of
 from .compilers import PACKAGES
-from .provenance import have_changed, in_words
+from .provenance import in_words
 from .reader import Record
 from .tables import Table
 from .training import UNTIMED
@@ -151,15 +151,8 @@ def _main_table(group: Group) -> Table:
             "by turns. GB are 10^9 bytes of PyTorch's allocator at its height."
         )
     table.notes.append(f"{MIXED} {_material(first)}. {in_words(first['provenance'])}.")
-    table.notes += _changed_notes(group)
+    table.notes += changed_notes(group.records)
     return table
-
-
-def _changed_notes(group: Group) -> list[str]:
-    """Whose sources are no longer those that ran."""
-    made_of = {(r["contestant"], r["sources"]): None for r in group.records if r["sources"] is not None}
-    changed = dict.fromkeys(port for port, sources in made_of if have_changed(port, sources))
-    return [f"The sources of {port} or of `common` have changed since this was measured." for port in changed]
 
 
 def _losses(record: Record, reference: Record | None) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 
 from common import port_names, port_package
+
+from .names import own_name
+from .reader import Record
 
 PACKAGES = {
     "torch": "torch",
@@ -106,6 +110,26 @@ def have_changed(port: str, sources: str | None) -> bool:
     Of a port that is not known here nothing can be told.
     """
     return port in port_names() and sources != folder_hash(ROOT / port_package(port))
+
+
+def changed_ports(records: Iterable[Record]) -> list[str]:
+    """The ports of records whose sources, or those of `common`, are no longer the ones that the records were made with.
+
+    Each is named once, in the order of the records.
+    """
+    made_of = dict.fromkeys(source for record in records for source in _sources(record))
+    return list(dict.fromkeys(port for port, sources in made_of if have_changed(port, sources)))
+
+
+def _sources(record: Record) -> Iterator[tuple[str, str]]:
+    """The contestants of a record that are made of sources, with the hash of these."""
+    if record["kind"] == "disagreement":
+        sources = record["sources"]
+    else:
+        sources = {record["contestant" if "contestant" in record else "port"]: record["sources"]}
+    for name, digest in sources.items():
+        if digest is not None:
+            yield own_name(name), digest
 
 
 def provenance(device: torch.device, *, interpreted: bool) -> dict[str, Any]:

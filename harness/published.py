@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 from .bench_tables import (
@@ -37,7 +38,7 @@ from .roofline_tables import roofline_tables
 from .sound import sound_records
 from .sweep_tables import is_candidate, swept_tables, untimed_builds
 from .tables import Table, as_markdown, problem_cells
-from .timing import Timing, speed_cells
+from .timing import Timing, speed_cells, why_throttled
 
 RESULTS = Path(__file__).with_name("results")
 KEPT = sorted(RESULTS.glob("*.jsonl*"))  # plain, or packed by gzip
@@ -118,9 +119,9 @@ def _table(records: list[Record]) -> Table:
     timings = [_timing(record) for record in records]
     throttled = sum(timing.throttled for timing in timings)
     if throttled:
-        reasons = ", ".join(sorted({reason for timing in timings for reason in timing.throttle_reasons}))
         rounds = sum(len(timing.rounds) for timing in timings)
-        table.notes.append(f"In {throttled} of {rounds} rounds the card held its clocks down ({reasons}).")
+        why = why_throttled(timings)
+        table.notes.append(f"In {throttled} of {rounds} rounds the card held its clocks down ({why}).")
     for record, timing in zip(records, timings, strict=True):
         for name in (name for name in (port, baseline) if name and timing.late(name)):
             table.notes.append(
@@ -202,11 +203,12 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     Raises UsageError for a marker of another word, or without its other one before the next, and for a file that is not
     there, or has nothing to show.
     """
+    read = cache(lambda name: sound_records(results / name, KINDS))  # several words may quote a file
     parts, done = [], 0
     for opening, closing in _blocks(text):
         make, kinds, wanting = MADE[opening[1]]
-        names = opening[2].split()
-        tables = make(_each_once(record for name in names for record in sound_records(results / name, kinds)))
+        found = (record for name in opening[2].split() for record in read(name))
+        tables = make(_each_once(record for record in found if record["kind"] in kinds))
         if not tables:
             raise UsageError(f"{opening[2]} has no {wanting}")
         parts += [text[done : opening.end()], "\n", "\n".join(as_markdown(table) for table in tables)]

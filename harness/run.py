@@ -25,7 +25,7 @@ from .records import RecordFile, check_of, check_record, timing_of
 from .session import NOTHING_RAN, Request, Session, progress, status_of
 from .suites import Case
 from .tables import Table, print_tables, problem_cells
-from .timing import FLOP_CONVENTION, Timing, speed_cells
+from .timing import FLOP_CONVENTION, Timing, speed_cells, why_throttled
 from .trial import VERDICTS, Check
 
 
@@ -264,7 +264,7 @@ def _timing_table(this: Run, port: str, direction: Direction, results: list[Resu
         if result.timing is not None and result.timing.throttled:
             table.notes.append(
                 f"{result.case.id} {result.case.problem.id}: {result.timing.throttled} of "
-                f"{len(result.timing.rounds)} rounds throttled ({', '.join(result.timing.throttle_reasons)})"
+                f"{len(result.timing.rounds)} rounds throttled ({why_throttled([result.timing])})"
             )
         if result.timing is not None:
             table.notes += [

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -142,11 +142,6 @@ class Timing:
         """How many rounds throttled."""
         return sum(r.throttled for r in self.rounds)
 
-    @property
-    def throttle_reasons(self) -> list[str]:
-        """Why, each reason once."""
-        return sorted({reason for r in self.rounds for reason in r.sensors.throttled})
-
     def late(self, name: str) -> int:
         """How many samples of a contestant may hold host time."""
         return sum(name in r.late for r in self.rounds)
@@ -159,6 +154,11 @@ class Timing:
     def of_record(cls, rounds: Sequence[dict[str, Any]], host_us: dict[str, float]) -> Timing:
         """The timing whose rounds `as_record` gave."""
         return cls(tuple(Round(r["ms"], Sensors(**r["sensors"]), tuple(r["late"])) for r in rounds), host_us)
+
+
+def why_throttled(timings: Iterable[Timing]) -> str:
+    """Why rounds of these timings throttled, each reason once."""
+    return ", ".join(sorted({reason for timing in timings for r in timing.rounds for reason in r.sensors.throttled}))
 
 
 def speed_cells(timing: Timing, ours: str, theirs: str | None, flops: int) -> tuple[str, str, str, str, str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ..provenance import changed_ports
 from ..reader import Record
 from ..tables import Table
-from .runs import Run, changed_ports, origin_of
+from .runs import Run, origin_of
 from .tables import PageTable, page_table
 
 KIND_WORDS = {
@@ -37,7 +38,7 @@ def origins_table(runs: Sequence[Run]) -> PageTable:
             suites = ", ".join(dict.fromkeys(record["suite"] for record in records))
             seeds = ", ".join(dict.fromkeys(str(record["seed"]) for record in records))
             python = ", ".join(dict.fromkeys(record["provenance"]["python"] for record in records))
-            changed = ", ".join(changed_ports(records)) or "none"
+            changed = ", ".join(sorted(changed_ports(records))) or "none"
             table.add(run.file, run.path, held, suites, seeds, origin, python, changed)
             paths.append({"path": run.path})
     table.notes.append(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
 from common import DTYPE_NAMES, Problem
 
 from ..bench_tables import path_of
-from ..names import grid_of, own_name
-from ..provenance import have_changed, in_words
+from ..names import grid_of
+from ..provenance import changed_ports, in_words
 from ..reader import NothingToShow, Record, read_files
 from ..records import problem_of
 from ..sound import sound_records
@@ -96,7 +95,7 @@ def family_title(record: Record) -> str:
 def origins(records: Sequence[Record]) -> list[str]:
     """Where these records come from, each different answer once; and whose kernels are no longer those measured."""
     told = list(dict.fromkeys(origin_of(record) for record in records))
-    changed = " and ".join(changed_ports(records))
+    changed = " and ".join(sorted(changed_ports(records)))
     return told + ([f"The sources of {changed}, or of common, have changed since"] if changed else [])
 
 
@@ -105,20 +104,3 @@ def origin_of(record: Record) -> str:
     facts = record["provenance"]
     interpreted = ", in Triton's interpreter" if facts["interpreted"] else ""
     return in_words(facts) + ("" if facts["date"] else ", of a date that was not recorded") + interpreted
-
-
-def changed_ports(records: Iterable[Record]) -> list[str]:
-    """The ports of records whose sources, or `common`, are no longer those that the records were made with."""
-    made_of = {source for record in records for source in _sources(record)}
-    return sorted({port for port, digest in made_of if have_changed(port, digest)})
-
-
-def _sources(record: Record) -> Iterator[tuple[str, str]]:
-    """The ports of a record, with the hashes of the sources that it was made with."""
-    if record["kind"] == "disagreement":
-        sources = record["sources"]
-    else:
-        sources = {record["contestant" if "contestant" in record else "port"]: record["sources"]}
-    for name, digest in sources.items():
-        if own_name(name) in common.port_names() and digest is not None:
-            yield own_name(name), digest
