@@ -249,6 +249,34 @@ def test_the_refusal_of_a_tile_of_dq_names_that_tile() -> None:
         TRITON.check_tile(problem, Target.named("ada"), "backward", large)
 
 
+def test_sums_that_tensor_memory_does_not_hold_are_refused_with_the_arithmetic() -> None:
+    problem, tile = Problem(1, 1, 1, 256, 256, 192, mask=Mask.causal()), Tile(64, 64, warps=8, stages=1)
+    with pytest.raises(Unsupported, match=r"dk 256 \+ dv 256 \+ scores 64 = 576 columns of tensor .* sm_100a has 512"):
+        TRITON.check_tile(problem, Target.named("blackwell"), "backward", tile)
+    TRITON.check_tile(problem, Target.named("hopper"), "backward", tile)
+
+
+def compiled_unchecked(problem: Problem, target: Target, tile: Tile) -> str:
+    """What is said, in a process that compiles, of a tile that `check_tile` would have refused."""
+    from triton_impl.build import _compile, plan
+
+    launch, dtypes = plan(problem, target, "backward", tile, Switches())[1]
+    try:
+        return str(_compile(launch, dtypes, target))
+    except Unsupported as reason:
+        return str(reason)
+
+
+def test_a_kernel_that_the_compiler_made_a_trap_of_is_no_build() -> None:
+    problem, tile = Problem(1, 1, 1, 256, 256, 192, mask=Mask.causal()), Tile(64, 64, warps=8, stages=1)
+    worker = Worker(environment={INTERPRET: "0"})
+    try:
+        said = worker.call(compiled_unchecked, problem, Target.named("blackwell"), tile)
+    finally:
+        worker.close()
+    assert "no tensor memory for dkdv_kernel, tile 64x64 w8 s1" in said
+
+
 @pytest.mark.parametrize("target", ["ada", "hopper", "geforce_blackwell", "blackwell"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)

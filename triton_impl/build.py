@@ -90,6 +90,8 @@ def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target) ->
         raise Unsupported(f"Triton cannot compile {launch.kernel.__name__} for {target}: {reason[0]}") from error
     seconds = time.perf_counter() - begin
     ptx = compiled.asm["ptx"]
+    if re.search(r"^\s*trap;", ptx, re.MULTILINE):  # what Triton makes of a kernel without a word
+        raise Unsupported(f"Triton finds no tensor memory for {launch.kernel.__name__}, tile {launch.tile}")
     usage = _resource_usage(compiled.asm["cubin"])
     return Build(
         kernel=launch.kernel.__name__,

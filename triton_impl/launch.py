@@ -27,6 +27,8 @@ RUN_TIME = (
 # (48 MB), less what the queries and outputs stream through it.
 L2_BYTES = 32 * 2**20
 
+TENSOR_MEMORY = 512  # columns of it that a block has where the products are tcgen05
+
 BLOCK_MAX = 1024  # no tile has more rows
 GRID_MAX = 2**31 - 1
 

@@ -18,10 +18,10 @@ from .ahead import Code
 from .backward import ROW_PADDING, adds_dq, prepare_backward
 from .build import build, plan
 from .forward import prepare_forward
-from .launch import INTERPRET, instruction, interpreter_fault
+from .launch import INTERPRET, TENSOR_MEMORY, block_d, instruction, interpreter_fault
 
-# What a backward tile may have besides its own: whether dkdv_kernel adds up dq by atomics, and the tile of dq_kernel, for
-# when it does not.
+# What a backward tile may have besides its own: whether dkdv_kernel adds up dq by atomics, and the tile of dq_kernel,
+# which runs when it does not.
 EXTRAS = frozenset({"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})
 
 
@@ -134,6 +134,13 @@ def _check_backward(problem: Problem, target: Target, tile: Tile) -> None:
     if tile.get("atomics", 0) and scores != dq:
         raise Unsupported(
             f"with atomics dq must be computed on {scores} as the scores are, not on {dq}, got tile {tile}"
+        )
+    width = block_d(problem)
+    columns = 2 * width + tile.block_m
+    if scores == "tcgen05" and columns > TENSOR_MEMORY:
+        raise Unsupported(
+            f"dkdv_kernel: tile {tile}, D={problem.head_dim} needs dk {width} + dv {width} + scores {tile.block_m} = "
+            f"{columns} columns of tensor memory; {target.sm} has {TENSOR_MEMORY}"
         )
 
 
