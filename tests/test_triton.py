@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common import Mask, Problem, Switches, Target, Tile, Unsupported, port
 from triton_impl.backward import plan_backward
 from triton_impl.forward import plan_forward
-from triton_impl.launch import Launch
+from triton_impl.launch import Launch, interpreter_fault
 
 from .subjects import GPU, case_of
 
 DEVICE = "cuda" if GPU else "cpu"
 TRITON = port("triton")
 ADA = Target.named("ada")
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
+def test_the_interpreter_is_tried_without_what_torch_does_around_it() -> None:
+    with torch.device("meta"):
+        assert interpreter_fault() is None
+    with FakeTensorMode():
+        assert interpreter_fault() is None
 
 
 @pytest.mark.parametrize("lengths", [(12288, 1), (1, 12288), (16384, 1)])
