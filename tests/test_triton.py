@@ -33,7 +33,7 @@ def test_the_order_of_many_tiles_over_few_keys_is_in_32_bits(lengths: tuple[int,
     layouts = {n: (n * h * 16, n * 16, 16, 1) for n in lengths for h in heads}
     q, k = layouts[lengths[0]], layouts[lengths[1]]
     tile, switches = Tile(16, 16), Switches()
-    launches = [plan_forward(problem, tile, switches, q, k, k, q)]
+    launches = [plan_forward(problem, ADA, tile, switches, q, k, k, q)]
     launches += plan_backward(problem, ADA, tile, switches, False, True, q, q, k, k, q, q, k, k)[1:]
     for launch in launches:
         *_, count, section, _, _, _, _, _ = launch.numbers
@@ -45,7 +45,7 @@ def test_a_grid_past_32_bits_is_refused() -> None:
     problem = Problem(2**20, 64, 64, 1024, 16, 16, torch.float16)
     layout = (64 * 1024 * 16, 1024 * 16, 16, 1)
     with pytest.raises(Unsupported, match="blocks"):
-        plan_forward(problem, Tile(16, 16), Switches(), layout, layout, layout, layout)
+        plan_forward(problem, ADA, Tile(16, 16), Switches(), layout, layout, layout, layout)
 
 
 def test_a_tile_too_large_is_refused_with_the_arithmetic() -> None:

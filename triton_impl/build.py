@@ -47,7 +47,7 @@ def plan(
     q, k = (torch.empty(shape, device="meta").stride() for shape in (problem.q_shape, problem.kv_shape))
     x, lse = problem.dtype, torch.float32
     if direction == "forward":
-        return [(plan_forward(problem, tile, switches, q, k, k, q), (x, x, x, x, lse))]
+        return [(plan_forward(problem, target, tile, switches, q, k, k, q), (x, x, x, x, lse))]
     prepare, dkdv, last = plan_backward(
         problem, target, tile, switches, has_dlse, deterministic, q, q, k, k, q, q, k, k
     )
