@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from common import Mask, Problem, Switches, Target, Tile, Unsupported, port
+from common import GuardedBuffers, Mask, Problem, Switches, Target, Tile, Unsupported, port
+from harness.checks import Truth
 from triton_impl.backward import plan_backward
 from triton_impl.forward import plan_forward
 from triton_impl.launch import Launch, interpreter_fault
 
+from .helpers import assert_allowed
 from .subjects import GPU, case_of
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -61,6 +65,23 @@ def test_a_tile_too_large_is_refused_with_the_arithmetic() -> None:
 def test_a_tile_that_triton_cannot_cut_is_refused(tile: Tile) -> None:
     with pytest.raises(Unsupported, match="power"):
         TRITON.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, "forward", tile)
+
+
+@pytest.mark.parametrize("factor", [1.0, 12.0])
+@pytest.mark.parametrize("mask", [Mask(), Mask.causal(), Mask.causal("top_left"), Mask(left=9, right=12)], ids=str)
+def test_a_maximum_that_lags_behind_changes_nothing(mask: Mask, factor: float) -> None:
+    case = replace(case_of((1, 2, 150, 32), (1, 1, 190, 32), torch.float16, mask), factors=(("q", factor),))
+    for block_m, warps in ((64, 4), (64, 8), (128, 4)):  # on a card, threads with rows of one sixteen and of two
+        tile = Tile(block_m, 32, warps=warps, stages=2, extra=(("lazy_rescale", 1),))
+        for dtype in (torch.float16, torch.bfloat16):
+            one = replace(case, dtype=dtype)
+            inputs = one.inputs(DEVICE)
+            with GuardedBuffers() as guard:
+                outputs = TRITON.forward(inputs.q, inputs.k, inputs.v, one.problem, tile=tile)
+            assert not guard.faults()
+            assert_allowed(outputs, Truth(one.problem, inputs).forward(), dtype)
+    with pytest.raises(Unsupported, match="not in fp32"):
+        TRITON.check_tile(replace(case, dtype=torch.float32).problem, ADA, "forward", Tile(16, 16, extra=tile.extra))
 
 
 @pytest.mark.gpu
