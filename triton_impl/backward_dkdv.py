@@ -55,7 +55,6 @@ def walk_queries(
             rows = row_begin + tl.arange(0, BLOCK_M)
             keys = key_begin + tl.arange(0, BLOCK_N)
             seen = visible(rows[None, :], keys[:, None], len_k, low, high, HAS_LOW, HAS_HIGH)
-            seen &= (rows < len_q)[None, :]  # their P would be 0 too, but of a key that is NaN it would not
             p_t = tl.where(seen, p_t, 0.0)
         dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         delta = tl.load(delta_base + row_begin + tl.arange(0, BLOCK_M))  # [BLOCK_M]
