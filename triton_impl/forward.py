@@ -124,13 +124,14 @@ def forward_kernel(
     # begin, and part 2 is the whole walk, every tile masked.
     for part in tl.static_range(3):
         if part == 2 or (EDGES and (part == 1 or HAS_LOW)):
-            acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, q, k_base, v_base, k_n * UNIT, v_n * UNIT, k_offsets, v_offsets,
-                begin if part == 0 else full_begin if part == 1 else full_end,
-                full_begin if part == 0 else full_end if part == 1 else end,
-                row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW, HAS_HIGH,
-                part != 1, EXP2, LAZY_RESCALE, ROW_WARPS, PRECISION, INTERPRET,
-            )  # fmt: skip
+            first = begin if part == 0 else full_begin if part == 1 else full_end
+            last = full_begin if part == 0 else full_end if part == 1 else end
+            if first < last:  # else its pipeline would be filled all the same
+                acc, row_max, row_sum = attend(
+                    acc, row_max, row_sum, q, k_base, v_base, k_n * UNIT, v_n * UNIT, k_offsets, v_offsets,
+                    first, last, row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                    HAS_LOW, HAS_HIGH, part != 1, EXP2, LAZY_RESCALE, ROW_WARPS, PRECISION, INTERPRET,
+                )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and row_max = -inf: o = 0 and lse = -inf.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
