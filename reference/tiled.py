@@ -109,7 +109,7 @@ def tiled_backward(
     exp, per_nat = _exponential(switches)
     factor = problem.scale * per_nat
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)  # [B, Hq, Nq, D]: every key tile adds to it
-    dk, dv = empty_like(k), empty_like(v)
+    dq, dk, dv = (empty_like(x) for x in (q, k, v))
 
     unseen = lse == -math.inf  # [B, Hq, Nq]: rows that see no key
     if unseen.any():  # their p is 0, but what a caller put there may be NaN, and 0 · NaN is NaN
@@ -139,7 +139,7 @@ def tiled_backward(
         # s = scale · q kᵀ passes its factor on to dq and dk: once a tile, not once a score.
         dk[:, :, keys] = _sum_over_group(dk_acc * problem.scale, problem).to(q.dtype)
         dv[:, :, keys] = _sum_over_group(dv_acc, problem).to(q.dtype)
-    return empty_like(q).copy_(dq_sum * problem.scale), dk, dv
+    return dq.copy_(dq_sum * problem.scale), dk, dv
 
 
 def _exponential(switches: Switches) -> tuple[Callable[[torch.Tensor], torch.Tensor], float]:

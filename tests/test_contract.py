@@ -408,7 +408,7 @@ def test_what_a_port_cannot_do_is_its_reason_and_nothing_runs(
         (Tile(64, 64, extra=(("cluster", 2), ("threads", 128))), "no cluster, threads"),
         (
             Tile(64, 64, extra=(("dq_warp", 4),)),
-            "no dq_warp (but atomics, dq_block_m, dq_block_n, dq_stages, dq_warps)",
+            "no dq_warp (but atomics, dq_block_m, dq_block_n, dq_stages, dq_warps, lazy_rescale)",
         ),
         (Tile(48, 64), "powers of two"),
         (Tile(4096, 4096), "sm_89 gives 101376 B"),

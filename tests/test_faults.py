@@ -54,7 +54,7 @@ FAULTS = [
         TILES,
         {"o"},
         {
-            "triton": Edit("forward.py", "acc = acc * rescale[:, None]", "acc = acc * 1.0"),
+            "triton": Edit("forward.py", "else acc * rescale[:, None]", "else acc * 1.0"),
             "tilelang": Edit("forward.py", "acc[i, d] *= rescale[i]", "acc[i, d] *= 1.0"),
             "cute": Edit("forward.py", "acc[i, j] = acc[i, j] * rescale", "acc[i, j] = acc[i, j] * 1.0"),
         },

@@ -144,6 +144,15 @@ def test_what_a_caller_puts_into_rows_that_see_no_key_changes_nothing(subject: S
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@each((REFERENCE, *SUBJECTS))
+def test_gradients_lie_in_memory_as_their_tensors_do(subject: Subject) -> None:
+    q, k, v = (torch.randn(1, subject.rows(n), 2, 64, device=subject.device).half() for n in (24, 16, 16))
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in (q, k, v))
+    o = attention(q, k, v, causal=True, impl=subject.name)  # the first rows of q see no key
+    for x, grad in zip((q, k, v), torch.autograd.grad(o.sum(), (q, k, v)), strict=True):
+        assert grad.stride() == x.stride()
+
+
 @each()
 def test_a_view_that_stands_for_its_negative(subject: Subject) -> None:
     x = torch._neg_view(torch.randn(1, 1, 20, 64, device=subject.device, dtype=subject.finest))

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from common import Mask, Problem, Switches, Target, Tile, Unsupported, port
+from common import GuardedBuffers, Mask, Problem, Switches, Target, Tile, Unsupported, port
+from harness.checks import Truth
 from triton_impl.backward import adds_dq, plan_backward
 from triton_impl.forward import plan_forward
-from triton_impl.launch import Launch
+from triton_impl.launch import Launch, interpreter_fault
 
+from .helpers import assert_allowed
 from .subjects import GPU, case_of
 
 DEVICE = "cuda" if GPU else "cpu"
 TRITON = port("triton")
 ADA = Target.named("ada")
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
+def test_the_interpreter_is_tried_without_what_torch_does_around_it() -> None:
+    with torch.device("meta"):
+        assert interpreter_fault() is None
+    with FakeTensorMode():
+        assert interpreter_fault() is None
 
 
 @pytest.mark.parametrize("lengths", [(12288, 1), (1, 12288), (16384, 1)])
@@ -24,7 +37,7 @@ def test_the_order_of_many_tiles_over_few_keys_is_in_32_bits(lengths: tuple[int,
     layouts = {n: (n * h * 16, n * 16, 16, 1) for n in lengths for h in heads}
     q, k = layouts[lengths[0]], layouts[lengths[1]]
     tile, switches = Tile(16, 16), Switches()
-    launches = [plan_forward(problem, tile, switches, q, k, k, q)]
+    launches = [plan_forward(problem, ADA, tile, switches, q, k, k, q)]
     launches += plan_backward(problem, ADA, tile, switches, False, True, q, q, k, k, q, q, k, k)[1:]
     for launch in launches:
         *_, count, section, _, _, _, _, _ = launch.numbers
@@ -36,7 +49,7 @@ def test_a_grid_past_32_bits_is_refused() -> None:
     problem = Problem(2**20, 64, 64, 1024, 16, 16, torch.float16)
     layout = (64 * 1024 * 16, 1024 * 16, 16, 1)
     with pytest.raises(Unsupported, match="blocks"):
-        plan_forward(problem, Tile(16, 16), Switches(), layout, layout, layout, layout)
+        plan_forward(problem, ADA, Tile(16, 16), Switches(), layout, layout, layout, layout)
 
 
 def test_a_tile_too_large_is_refused_with_the_arithmetic() -> None:
@@ -52,6 +65,23 @@ def test_a_tile_too_large_is_refused_with_the_arithmetic() -> None:
 def test_a_tile_that_triton_cannot_cut_is_refused(tile: Tile) -> None:
     with pytest.raises(Unsupported, match="power"):
         TRITON.check_tile(Problem(1, 1, 1, 64, 64, 64), ADA, "forward", tile)
+
+
+@pytest.mark.parametrize("factor", [1.0, 12.0])
+@pytest.mark.parametrize("mask", [Mask(), Mask.causal(), Mask.causal("top_left"), Mask(left=9, right=12)], ids=str)
+def test_a_maximum_that_lags_behind_changes_nothing(mask: Mask, factor: float) -> None:
+    case = replace(case_of((1, 2, 150, 32), (1, 1, 190, 32), torch.float16, mask), factors=(("q", factor),))
+    for block_m, warps in ((64, 4), (64, 8), (128, 4)):  # on a card, threads with rows of one sixteen and of two
+        tile = Tile(block_m, 32, warps=warps, stages=2, extra=(("lazy_rescale", 1),))
+        for dtype in (torch.float16, torch.bfloat16):
+            one = replace(case, dtype=dtype)
+            inputs = one.inputs(DEVICE)
+            with GuardedBuffers() as guard:
+                outputs = TRITON.forward(inputs.q, inputs.k, inputs.v, one.problem, tile=tile)
+            assert not guard.faults()
+            assert_allowed(outputs, Truth(one.problem, inputs).forward(), dtype)
+    with pytest.raises(Unsupported, match="not in fp32"):
+        TRITON.check_tile(replace(case, dtype=torch.float32).problem, ADA, "forward", Tile(16, 16, extra=tile.extra))
 
 
 @pytest.mark.gpu

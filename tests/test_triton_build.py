@@ -70,6 +70,9 @@ TILES = [
     cut("ada", "backward", 128, 64, 64, 2, atomics=1),
     cut("ada", "backward", 40, 16, 32, 1, atomics=1),
     cut("ada", "backward", 32, 32, 32, 2, dtype="fp32", atomics=1),
+    cut("ada", "forward", 128, 128, 32, 2, lazy_rescale=1),
+    cut("hopper", "forward", 64, 128, 64, 3, warps=8, lazy_rescale=1),
+    cut("blackwell", "forward", 64, 128, 64, 2, lazy_rescale=1),
     cut("geforce_blackwell", "forward", 128, 64, 64, 3),
     cut("hopper", "forward", 128, 64, 32, 2),
     cut("hopper", "backward", 64, 64, 64, 3),
@@ -247,6 +250,34 @@ def test_the_refusal_of_a_tile_of_dq_names_that_tile() -> None:
     large = Tile(32, 32, stages=2, extra=(("dq_block_m", 64), ("dq_block_n", 128), ("dq_stages", 3)))
     with pytest.raises(Unsupported, match=r"dq_kernel: tile 32x32 .*dq_block_n128.* needs Q \d+ \+ dO \d+ \+ K"):
         TRITON.check_tile(problem, Target.named("ada"), "backward", large)
+
+
+def test_sums_that_tensor_memory_does_not_hold_are_refused_with_the_arithmetic() -> None:
+    problem, tile = Problem(1, 1, 1, 256, 256, 192, mask=Mask.causal()), Tile(64, 64, warps=8, stages=1)
+    with pytest.raises(Unsupported, match=r"dk 256 \+ dv 256 \+ scores 64 = 576 columns of tensor .* sm_100a has 512"):
+        TRITON.check_tile(problem, Target.named("blackwell"), "backward", tile)
+    TRITON.check_tile(problem, Target.named("hopper"), "backward", tile)
+
+
+def compiled_unchecked(problem: Problem, target: Target, tile: Tile) -> str:
+    """What is said, in a process that compiles, of a tile that `check_tile` would have refused."""
+    from triton_impl.build import _compile, plan
+
+    launch, dtypes = plan(problem, target, "backward", tile, Switches())[1]
+    try:
+        return str(_compile(launch, dtypes, target))
+    except Unsupported as reason:
+        return str(reason)
+
+
+def test_a_kernel_that_the_compiler_made_a_trap_of_is_no_build() -> None:
+    problem, tile = Problem(1, 1, 1, 256, 256, 192, mask=Mask.causal()), Tile(64, 64, warps=8, stages=1)
+    worker = Worker(environment={INTERPRET: "0"})
+    try:
+        said = worker.call(compiled_unchecked, problem, Target.named("blackwell"), tile)
+    finally:
+        worker.close()
+    assert "no tensor memory for dkdv_kernel, tile 64x64 w8 s1" in said
 
 
 @pytest.mark.parametrize("target", ["ada", "hopper", "geforce_blackwell", "blackwell"])

@@ -59,9 +59,11 @@ def walk_queries(
         dv = dot(p_t.to(do.dtype), do, dv, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         delta = tl.load(delta_base + row_begin + tl.arange(0, BLOCK_M))  # [BLOCK_M]
         ds_t = (p_t * (dp_t - delta[None, :])).to(q.dtype)
+        if ADD_DQ:
+            # Before dk, whose product can run while dq is added.
+            dq = dot(tl.trans(ds_t), k, None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_D]
         dk = dot(ds_t, q, dk, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_D]
         if ADD_DQ:
-            dq = dot(tl.trans(ds_t), k, None, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_D]
             dq = to_fragments(dq, BLOCK_M, BLOCK_D, ROW_WARPS, COLUMN_WARPS, GROUPS, VECTOR)
             offsets = tl.arange(0, BLOCK_M * BLOCK_D)
             if VECTOR == 1:

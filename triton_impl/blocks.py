@@ -131,6 +131,44 @@ def hidden_zeros(x):
 
 
 @triton.jit
+def scaled_where(wanted, acc, scale, ROW_WARPS: tl.constexpr, INTERPRET: tl.constexpr):
+    """`acc [M, N]` times `scale [M]`, of which the rows that are not `wanted [M]` have a scale of 1.
+
+    A thread that has no wanted row branches around its products: in Triton all threads of a program branch or none, and
+    asking all of them costs more than the products. ROW_WARPS: how many warps share the rows out, in turns of 16; a
+    lane has two rows of 16, eight apart. They are wanted together, so that it asks once. 0: a lane has one row.
+    """
+    if INTERPRET:
+        return acc * scale[:, None]
+    flags = wanted.to(tl.int32)
+    if ROW_WARPS:
+        ROWS: tl.constexpr = acc.shape[0] // 16 // ROW_WARPS
+        by_lane = tl.reshape(flags, [ROWS, ROW_WARPS, 2, 8])
+        of_lane = tl.max(tl.max(by_lane, 2), 0)[None, :, None, :]
+        flags = tl.reshape(tl.broadcast_to(of_lane, [ROWS, ROW_WARPS, 2, 8]), [acc.shape[0]])
+    _, scales = tl.broadcast(acc, scale[:, None])
+    _, flags = tl.broadcast(acc, flags[:, None])
+    return tl.inline_asm_elementwise(
+        _SCALE, _SCALE_OPERANDS, [acc, scales, flags], dtype=tl.float32, is_pure=True, pack=_PACK
+    )
+
+
+def _scale_unless_unwanted(count: int) -> tuple[str, str]:
+    """PTX that multiplies `count` registers by as many others unless all of as many flags are 0, and its operands."""
+    flags = [f"${3 * count + i}" for i in range(count)]
+    products = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    text = ["{", ".reg .b32 any;", ".reg .pred wanted;", f"mov.b32 any, {flags[0]};"]
+    text += [f"or.b32 any, any, {flag};" for flag in flags[1:]]  # of one lane they are one register: nothing is left
+    text += ["setp.ne.b32 wanted, any, 0;", "@!wanted bra DONE;", *products, "DONE:", "}"]
+    in_place = [str(i) for i in range(count)]
+    return "\n".join(text), ",".join(["=f"] * count + in_place + ["f"] * count + ["r"] * count)
+
+
+_PACK = tl.constexpr(32)  # for less the assembler makes no branch
+_SCALE, _SCALE_OPERANDS = map(tl.constexpr, _scale_unless_unwanted(32))
+
+
+@triton.jit
 def padded(len_q):
     """The rows of shift, delta and the sums of dq, for so many queries: a multiple of every backward tile's."""
     return (len_q + 127) // 128 * 128

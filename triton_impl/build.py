@@ -47,7 +47,7 @@ def plan(
     q, k = (torch.empty(shape, device="meta").stride() for shape in (problem.q_shape, problem.kv_shape))
     x, lse = problem.dtype, torch.float32
     if direction == "forward":
-        return [(plan_forward(problem, tile, switches, q, k, k, q), (x, x, x, x, lse))]
+        return [(plan_forward(problem, target, tile, switches, q, k, k, q), (x, x, x, x, lse))]
     prepare, dkdv, last = plan_backward(
         problem, target, tile, switches, has_dlse, deterministic, q, q, k, k, q, q, k, k
     )
@@ -90,6 +90,8 @@ def _compile(launch: Launch, dtypes: tuple[torch.dtype, ...], target: Target) ->
         raise Unsupported(f"Triton cannot compile {launch.kernel.__name__} for {target}: {reason[0]}") from error
     seconds = time.perf_counter() - begin
     ptx = compiled.asm["ptx"]
+    if re.search(r"^\s*trap;", ptx, re.MULTILINE):  # what Triton makes of a kernel without a word
+        raise Unsupported(f"Triton finds no tensor memory for {launch.kernel.__name__}, tile {launch.tile}")
     usage = _resource_usage(compiled.asm["cubin"])
     return Build(
         kernel=launch.kernel.__name__,

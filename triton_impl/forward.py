@@ -20,6 +20,10 @@ The rungs of the ladder, each a compile-time constant: `tiles` is BLOCK_M × BLO
 the walk by the mask (SKIP in `tile_range`); `exp2` folds scale·log2(e) into one multiply-add (EXP2); `edges` splits the
 walk into an interior without comparisons and its edges (EDGES); `order` is which tile a program takes (ORDER in
 `schedule`).
+
+A tile with `lazy_rescale` (LAZY_RESCALE) leaves the maximum of a row where it is until a score has outgrown it by
+HEADROOM. The factor of such a row is 1, and a thread whose rows all have it leaves its part of acc alone. `lse` and `o`
+are the same; P may be as large as exp(HEADROOM).
 """
 
 import torch
@@ -29,11 +33,12 @@ import triton.language as tl
 from common import Form, Problem, Switches, Target, Tile
 from common.ports import Forms, Run
 
-from .blocks import dot, hidden_zeros, load_rows, row_offsets, schedule, store_rows, tile_range, visible
-from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, strides
+from .blocks import dot, hidden_zeros, load_rows, row_offsets, scaled_where, schedule, store_rows, tile_range, visible
+from .launch import RUN_TIME, Launch, Layout, constants, heads_in_l2, instruction, strides
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+HEADROOM = tl.constexpr(8.0)  # in the exponent, of whichever base
 
 
 @triton.jit
@@ -41,7 +46,7 @@ def attend(
     acc, row_max, row_sum, q, k_base, v_base, k_n, v_n, k_offsets, v_offsets, begin, end, row_begin, len_k, low, high,
     factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    LAZY_RESCALE: tl.constexpr, ROW_WARPS: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The walk over the key tiles of `[begin, end)`. MASKED: compare positions; else every pair is visible."""
     for key_begin in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -58,7 +63,12 @@ def attend(
         # Under EXP2 row_max is in the units of exp2, and s waits for its factor (which is > 0, so that the maximum may
         # come first): one multiply-add before each exp2.
         tile_max = tl.max(s, 1)
-        new_max = tl.maximum(row_max, tile_max * factor if EXP2 else tile_max)  # [BLOCK_M]
+        tile_max = tile_max * factor if EXP2 else tile_max  # [BLOCK_M]
+        if LAZY_RESCALE:
+            outgrown = tile_max > row_max + HEADROOM
+            new_max = tl.where(outgrown, tile_max, row_max)
+        else:
+            new_max = tl.maximum(row_max, tile_max)
         # A row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         if EXP2:
@@ -68,7 +78,7 @@ def attend(
             p = tl.exp(s - shift[:, None])
             rescale = tl.exp(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
+        acc = scaled_where(outgrown, acc, rescale, ROW_WARPS, INTERPRET) if LAZY_RESCALE else acc * rescale[:, None]
         row_max = new_max
 
         v = load_rows(v_base, v_n, key_begin, len_k, v_offsets, BLOCK_N, BLOCK_D, HEAD_DIM, MASKED)
@@ -82,7 +92,8 @@ def forward_kernel(
     heads_q, group, heads, section, len_q, len_k, low, high, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, SKIP: tl.constexpr,
-    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EXP2: tl.constexpr, EDGES: tl.constexpr, ORDER: tl.constexpr, LAZY_RESCALE: tl.constexpr, ROW_WARPS: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. Strides count UNIT elements: a product with a constant 8 tells the compiler that rows start
     on 16 bytes, whatever D is. heads: B·Hq; group: Hq/Hkv; low, high: the band of `Mask.band`."""
@@ -113,13 +124,14 @@ def forward_kernel(
     # begin, and part 2 is the whole walk, every tile masked.
     for part in tl.static_range(3):
         if part == 2 or (EDGES and (part == 1 or HAS_LOW)):
-            acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, q, k_base, v_base, k_n * UNIT, v_n * UNIT, k_offsets, v_offsets,
-                begin if part == 0 else full_begin if part == 1 else full_end,
-                full_begin if part == 0 else full_end if part == 1 else end,
-                row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, HAS_LOW, HAS_HIGH,
-                part != 1, EXP2, PRECISION, INTERPRET,
-            )  # fmt: skip
+            first = begin if part == 0 else full_begin if part == 1 else full_end
+            last = full_begin if part == 0 else full_end if part == 1 else end
+            if first < last:  # else its pipeline would be filled all the same
+                acc, row_max, row_sum = attend(
+                    acc, row_max, row_sum, q, k_base, v_base, k_n * UNIT, v_n * UNIT, k_offsets, v_offsets,
+                    first, last, row_begin, len_k, low, high, factor, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES,
+                    HAS_LOW, HAS_HIGH, part != 1, EXP2, LAZY_RESCALE, ROW_WARPS, PRECISION, INTERPRET,
+                )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and row_max = -inf: o = 0 and lse = -inf.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -132,12 +144,14 @@ def forward_kernel(
 
 
 def plan_forward(
-    problem: Problem, tile: Tile, switches: Switches, q: Layout, k: Layout, v: Layout, o: Layout
+    problem: Problem, target: Target, tile: Tile, switches: Switches, q: Layout, k: Layout, v: Layout, o: Layout
 ) -> Launch:  # fmt: skip
     """The launch over q, k, v, o and lse, from their layouts; lse is packed."""
     heads = problem.batch * problem.heads_q
     low, high = problem.mask.band(problem.len_q, problem.len_k)
     how, numbers = strides((q, problem.q_shape), (k, problem.kv_shape), (v, problem.kv_shape), (o, problem.q_shape))
+    how["LAZY_RESCALE"] = bool(tile.get("lazy_rescale", 0))
+    how["ROW_WARPS"] = row_warps(problem, target, tile) if how["LAZY_RESCALE"] else 0
     return Launch(
         forward_kernel,
         grid=triton.cdiv(problem.len_q, tile.block_m) * heads,
@@ -150,12 +164,20 @@ def plan_forward(
     )  # fmt: skip
 
 
+def row_warps(problem: Problem, target: Target, tile: Tile) -> int:
+    """How many warps the compiler deals the rows of acc out to, 16 at a time; 0 where a thread has whole rows of its
+    own, as under tcgen05. A wrong guess is slow."""
+    if instruction(problem, target, tile, tile.block_m) == "tcgen05":
+        return 0
+    return min(tile.warps, tile.block_m // 16)
+
+
 def prepare_forward(forms: Forms, problem: Problem, target: Target, tile: Tile, switches: Switches) -> Run:
     """What computes `o`, laid out as q is, and `lse (B, Hq, Nq)` of q, k, v of these forms, whose last stride is 1."""
     device = forms["q"].device
     like_o, like_lse = forms["q"].dense, Form.packed(problem.lse_shape, torch.float32, device)
     layouts = (form.strides for form in (forms["q"], forms["k"], forms["v"], like_o))
-    launch = plan_forward(problem, tile, switches, *layouts)
+    launch = plan_forward(problem, target, tile, switches, *layouts)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = like_o.empty(), like_lse.empty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ RUN_TIME = (
 # Bytes of keys and values that the programs running at one time may share: the smallest L2 of the targets' cards
 # (48 MB), less what the queries and outputs stream through it.
 L2_BYTES = 32 * 2**20
+
+TENSOR_MEMORY = 512  # columns of it that a block has where the products are tcgen05
 
 BLOCK_MAX = 1024  # no tile has more rows
 GRID_MAX = 2**31 - 1
@@ -104,8 +107,14 @@ def compile_options(warps: int, stages: int, target: Target, native: Target) -> 
 def interpreter_fault() -> str | None:
     """Why Triton's interpreter cannot run kernels here, tried on a loop of run-time length; None when it can.
 
-    Triton 3.6's breaks on the scalars of NumPy 2.4, which 3.9's takes.
+    Triton 3.6's breaks on the scalars of NumPy 2.4, which 3.9's takes. It is tried in a thread of its own, since what
+    PyTorch does otherwise in this one (a default device, tensors without values while it traces) has no part in it.
     """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try_interpreter).result()
+
+
+def _try_interpreter() -> str | None:
     count = torch.zeros(1, dtype=torch.int32)
     try:
         counting_kernel[1,](count, 5)

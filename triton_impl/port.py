@@ -18,11 +18,11 @@ from .ahead import Code
 from .backward import ROW_PADDING, adds_dq, prepare_backward
 from .build import build, plan
 from .forward import prepare_forward
-from .launch import INTERPRET, instruction, interpreter_fault
+from .launch import INTERPRET, TENSOR_MEMORY, block_d, instruction, interpreter_fault
 
-# What a backward tile may have besides its own: whether dkdv_kernel adds up dq by atomics, and the tile of dq_kernel, for
-# when it does not.
-EXTRAS = frozenset({"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps"})
+# What a tile may have besides its own: of the forward, whether acc is rescaled only where it must be; of the backward,
+# whether dkdv_kernel adds up dq by atomics, and the tile of dq_kernel, which runs when it does not.
+EXTRAS = frozenset({"atomics", "dq_block_m", "dq_block_n", "dq_stages", "dq_warps", "lazy_rescale"})
 
 
 class TritonPort(Port):
@@ -49,6 +49,8 @@ class TritonPort(Port):
         stages = (1, 2) if wide else (1, 2, 3)
         if direction == "forward":
             values = {"block_m": side[1:], "block_n": side, "warps": warps, "stages": (*stages, max(stages) + 1)}
+            if not wide:
+                values["lazy_rescale"] = (0, 1)
             return [Grid("forward_kernel", values)]
         own = {"block_m": side} if wide else {"block_m": (16, *side), "atomics": (0, 1)}
         dkdv = {**own, "block_n": side, "warps": warps, "stages": stages}
@@ -69,6 +71,8 @@ class TritonPort(Port):
         for warps in (tile.warps, tile.get("dq_warps", tile.warps)):
             if warps & (warps - 1) or warps > 32:
                 raise Unsupported(f"Triton's blocks have a power of two of warps, at most 32, got tile {tile}")
+        if tile.get("lazy_rescale", 0) and problem.dtype.itemsize == 4:
+            raise Unsupported(f"lazy_rescale is for products on the tensor cores, not in fp32, got tile {tile}")
         check_budget(budget.shared_memory(problem, target, direction, tile), problem, target, tile)
         if direction == "backward":
             _check_backward(problem, target, tile)
@@ -134,6 +138,13 @@ def _check_backward(problem: Problem, target: Target, tile: Tile) -> None:
     if tile.get("atomics", 0) and scores != dq:
         raise Unsupported(
             f"with atomics dq must be computed on {scores} as the scores are, not on {dq}, got tile {tile}"
+        )
+    width = block_d(problem)
+    columns = 2 * width + tile.block_m
+    if scores == "tcgen05" and columns > TENSOR_MEMORY:
+        raise Unsupported(
+            f"dkdv_kernel: tile {tile}, D={problem.head_dim} needs dk {width} + dv {width} + scores {tile.block_m} = "
+            f"{columns} columns of tensor memory; {target.sm} has {TENSOR_MEMORY}"
         )
 
 
