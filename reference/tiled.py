@@ -3,8 +3,7 @@
 Read this before any kernel. A kernel differs in three ways only: its tiles live in shared memory and registers, the
 outer loop is the grid of thread blocks, and keys past the end of a ragged tile must be masked, where a slice ends by
 itself. Everything else is the same, under the same names: `shift` is what is subtracted before the exponential,
-`factor` what q kᵀ is multiplied by before it. (The backward of the Triton port takes two walks for the one below: see
-there.)
+`factor` what q kᵀ is multiplied by before it. (A port's backward may take two walks for the one below: see there.)
 
 Forward (Dao 2023, algorithm 1). The scores `s = scale · q kᵀ` of one query tile against one key tile fit on chip; the
 whole row does not, and softmax needs the whole row. So each row carries a running maximum `row_max` and a running sum

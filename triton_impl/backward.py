@@ -10,9 +10,9 @@ launches:
 - prepare_kernel (here): delta, and the lse as it is subtracted;
 - dkdv_kernel (`backward_dkdv.py`): a program owns a tile of keys and walks over queries; dk and dv, and where the tile
   says `atomics`, dq too, added up in fp32 in memory: five products a pair of tiles;
-- then cast_kernel (`backward_dq.py`) rounds dq; or, without atomics, dq_kernel computes it in a walk over keys: seven
-  products, since S and dP are computed in both, but no program adds to what another one writes, so that every gradient
-  is bitwise repeatable. `deterministic` asks for that.
+- then cast_kernel (`backward_dq.py`) orders, scales and rounds dq; or, without atomics, dq_kernel computes it in a walk
+  over keys: seven products, since S and dP are computed in both, but no program adds to what another one writes, so
+  that every gradient is bitwise repeatable. `deterministic` asks for that.
 
 `shift` is what is subtracted before the exponential, here the lse in the units of the exponential; `factor` is what
 Q Kᵀ is multiplied by before it.
@@ -20,7 +20,7 @@ Q Kᵀ is multiplied by before it.
 Shapes: do, q, o, dq `(B, Hq, Nq, D)`; k, v, dk, dv `(B, Hkv, Nk, D)`; lse `(B, Hq, Nq)` in fp32; delta and shift, in
 fp32 too, `(B, Hq, rows)`, rows being Nq rounded up to 128: past the end the shift is infinite. dk and dv of a head are
 summed over the group of query heads that share it, in one program and in order.
-The rungs are those of the forward.
+The rungs are those of the forward, and on rung `tiles` the tile's `atomics` comes in as well.
 """
 
 from dataclasses import replace

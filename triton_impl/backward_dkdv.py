@@ -45,7 +45,7 @@ def walk_queries(
         q = load_rows(q_base, q_n, row_begin, len_q, q_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
         shift = tl.load(shift_base + row_begin + tl.arange(0, BLOCK_M))  # [BLOCK_M]
         do = load_rows(do_base, do_n, row_begin, len_q, do_offsets, BLOCK_M, BLOCK_D, HEAD_DIM, MASKED)
-        if UNSEEING and MASKED:
+        if UNSEEING and MASKED:  # in the interior all see all
             q, do = without_unseeing(q, shift), without_unseeing(do, shift)
         s_t = dot(k, tl.trans(q), None, PRECISION, INTERPRET)  # [BLOCK_N, BLOCK_M]
         # Before the exponential, which can be computed meanwhile where products are asynchronous.
@@ -69,6 +69,7 @@ def walk_queries(
             if VECTOR == 1:
                 # Not told that neighbours follow each other, the compiler gives a thread one element at a time.
                 offsets = tl.max_contiguous(offsets, 1)
+            # Relaxed: sums in any order, which nobody reads before the next launch.
             tl.atomic_add(dq_base + row_begin.to(tl.int64) * BLOCK_D + offsets, dq, sem="relaxed")
     return dk, dv
 
@@ -106,10 +107,11 @@ def dkdv_kernel(
         key_begin, tl.minimum(key_begin + BLOCK_N, len_k) - 1, len_q, -high, -low, BLOCK_M, HAS_HIGH, HAS_LOW, SKIP,
         EDGES,
     )  # fmt: skip
-    if key_begin + BLOCK_N > len_k:
-        # Keys past the end score 0, and exp(0 - lse) may be infinite. Here they are in the tile that is owned, which
-        # meets every tile of queries, so all of these are edges. In the forward and in dq_kernel they are in the last
-        # tile of the walk, which tile_range counts among the edges.
+    if ADD_DQ and key_begin + BLOCK_N > len_k:
+        # Keys past the end score 0, and exp(0 - lse) may be infinite, which dq would have in its sums (what it
+        # makes of their own dk and dv is not stored). Here they are in the tile that is owned, which meets every
+        # tile of queries, so all of these are edges. In the forward and in dq_kernel they are in the last tile of
+        # the walk, which tile_range counts among the edges.
         full_begin = begin
         full_end = begin
     factor = scale * LOG2_E if EXP2 else scale

@@ -1,4 +1,4 @@
-"""The kernels of dq: dq_kernel computes it in a walk over keys, cast_kernel rounds the sums that dkdv_kernel made."""
+"""The kernels of dq: dq_kernel computes it in a walk over keys, cast_kernel makes it of the sums of dkdv_kernel."""
 
 import triton
 import triton.language as tl
@@ -117,7 +117,7 @@ def cast_kernel(
     BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, ROW_WARPS: tl.constexpr,
     COLUMN_WARPS: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: dq from the sums that dkdv_kernel made, with tiles of as many rows. heads: B·Hq."""
+    """One tile of queries, of dkdv_kernel's size: its sums of dq put in order, scaled and rounded. heads: B·Hq."""
     tile, head = schedule(tl.cdiv(len_q, BLOCK_M), heads, 1, False, False)
     batch = (head // heads_q).to(tl.int64)
     head_q = (head % heads_q).to(tl.int64)

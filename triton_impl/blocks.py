@@ -11,9 +11,9 @@ import triton.language as tl
 def schedule(tiles, heads, section, HEAVY_LAST: tl.constexpr, ORDER: tl.constexpr):
     """Which tile of which (batch, head) this program owns: `(tile, head)`.
 
-    Without ORDER, and where all tiles weigh the same, the tiles of a head run one after another. With a causal mask
-    they do not weigh the same, and the light ones should fill the gaps that the heavy ones leave at the end: heads are
-    taken in sections whose keys and values fit in L2 together, and inside a section all heaviest tiles go first.
+    Without ORDER the tiles of a head run one after another. With it heads are taken in sections, whose keys and values
+    fit in L2 together, and a section takes one tile of each of its heads, then the next of each. Under a causal mask
+    tiles do not weigh the same: the heaviest go first, and the light ones fill the gaps that these leave at the end.
     """
     program = tl.program_id(0)
     if ORDER:
@@ -125,7 +125,8 @@ def hidden_zeros(x):
     """Zeros in fp32, in the shape of `x`, which the compiler does not know to be zeros: where the sum of a loop begins.
 
     With a sum that begins at a known constant, which also stands for the sum of a loop that is not entered, the
-    assembler lets every wgmma of that loop wait for the one before it.
+    assembler lets every wgmma of that loop wait for the one before it (but not in dkdv_kernel, whose walks are inside
+    a loop over heads).
     """
     return tl.minimum(tl.abs(x.to(tl.float32)), 0.0)
 
