@@ -32,12 +32,14 @@ def compile_ahead(
     problems: Sequence[Problem] | None = None,
     directions: Sequence[Direction] | None = None,
     until: float = math.inf,
+    workers: Sequence[Caller] = (),
 ) -> int:
     """Compiles what the checks and timings of a session launch, as far as its ports ask for it: how many kernels.
 
     names: the contestants, by default the ports as they are. problems, directions: by default those of the session.
-    until: when nothing more is begun, by `time.monotonic`. Only for a GPU, and not in the harness's own process. What
-    cannot be compiled is left to the check that needs it, which will say why.
+    until: when nothing more is begun, by `time.monotonic`. workers: processes that are there already; else it starts
+    some, where that is worth the seconds. Only for a GPU, and not in the harness's own process. What cannot be compiled
+    is left to the check that needs it, which will say why.
     """
     request, setting = session.request, session.setting
     if not (session.environment.has_gpu and request.isolated):
@@ -51,7 +53,7 @@ def compile_ahead(
         return 0
     cores = core_count()
     count = min(cores, len(kernels), PROCESSES_MOST)
-    if len(kernels) < WORTH_IT or count < 2:
+    if not workers and (len(kernels) < WORTH_IT or count < 2):
         return 0
     sm = session.environment.native.sm
 
@@ -60,14 +62,14 @@ def compile_ahead(
             if time.monotonic() < until:
                 caller.call(compile_kernel, kernel, sm)
 
-    workers = [Worker(request.limit_s, threads=1, environment=session.variables) for _ in range(count)]
+    own = [Worker(request.limit_s, 1, session.variables) for _ in range(count)] if not workers else []
     try:
-        with progress("compiling", len(kernels)) as begin, in_order(workers, compile_there, kernels) as outcomes:
+        with progress("compiling", len(kernels)) as begin, in_order(workers or own, compile_there, kernels) as outcomes:
             for outcome in outcomes:
                 begin("")
                 outcome()
     finally:
-        for worker in workers:
+        for worker in own:
             worker.close()
     return len(kernels)
 

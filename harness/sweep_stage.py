@@ -208,7 +208,7 @@ def _check_and_time(this: Sweeping, case: Case, stage: Stage, built: Sequence[Ca
     session, caller, direction = this.session, this.session.callers[0], stage.direction
     names = [one.name for one in built]
     launched: tuple[Direction, ...] = ("forward", "backward") if direction == "backward" else ("forward",)
-    compile_ahead(session, names, [case.problem], launched, this.deadline)
+    compile_ahead(session, names, [case.problem], launched, this.deadline, this.builders)
     with progress("checking", len(built)) as begin:
         for number, one in enumerate(built):
             begin(str(one.tile))

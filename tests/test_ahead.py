@@ -14,6 +14,7 @@ from common import Direction, Kernel, Port, Problem, Switches, Target, Tile
 from harness import ahead
 from harness.ahead import compile_ahead
 from harness.environment import CPU, Environment
+from harness.isolation import Worker
 from harness.run import RunRequest
 from harness.session import Session
 from reference.port import ReferencePort
@@ -98,3 +99,16 @@ def test_nothing_is_compiled_ahead_without_a_gpu_or_in_the_harness_itself(
     assert compiled(notes, only="gqa", isolated=False) == (0, set())
     monkeypatch.setattr(Environment, "has_gpu", False)
     assert compiled(notes, only="gqa") == (0, set())
+
+
+def test_processes_that_are_there_already_compile_even_a_few_and_stay(
+    notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "WORTH_IT", 6)
+    request, worker = RunRequest(("reference",), target="ada", only="gqa"), Worker()
+    try:
+        with Session.open(request, CPU, slow) as session:
+            compile_ahead(session, workers=[worker])
+        assert worker.call(os.getpid) in {int(note.read_text()) for note in notes.iterdir()}
+    finally:
+        worker.close()
