@@ -1,4 +1,4 @@
-"""The walk through the kernels in the README quotes the sources as they are."""
+"""The walk through the kernels in the README quotes the sources as they are, and the tiles that they ship."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from common import Mask, Problem, Target
+
+from .subjects import SUBJECTS, Subject
+
 ROOT = Path(__file__).resolve().parent.parent
 WALK = (ROOT / "README.md").read_text().partition("## A walk through the kernels\n")[2].partition("\n## ")[0]
 CODE = re.compile("`([^`]+)`")
+FOLDERS = {"Triton": "triton_impl", "TileLang": "tilelang_impl", "CuTe DSL": "cute_impl"}
 
 
 def source(place: str) -> str:
@@ -27,18 +32,23 @@ def is_quoted(code: str, text: str) -> bool:
     return re.search(".*".join(map(re.escape, code.split("…"))), text) is not None
 
 
+def tables(number: int) -> list[tuple[list[str], list[list[str]]]]:
+    """The head and the rows of each table of a stop."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", stop(number), re.M):
+        head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+        found.append((head, rows))
+    return found
+
+
 def side_by_side(number: int) -> list[tuple[str, str]]:
-    """The code in the first table of a stop, each with the place that the head of its column names."""
-    (table, *_) = re.findall(r"(?:^\|.*\n)+", stop(number), re.M)
-    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
-    places = [CODE.fullmatch(cell) for cell in head]
-    return [
-        (code, place[1])
-        for row in rows
-        for cell, place in zip(row, places, strict=True)
-        if place is not None
-        for code in CODE.findall(cell)
-    ]
+    """The code in the tables of a stop, each with the place that the head of its column names, as code or as a port."""
+    found = []
+    for head, rows in tables(number):
+        places = [FOLDERS.get(cell) or "".join(CODE.findall(cell)) for cell in head]
+        cells = [pair for row in rows for pair in zip(row, places, strict=True)]
+        found += [(code, place) for cell, place in cells if place for code in CODE.findall(cell)]
+    return found
 
 
 @pytest.mark.parametrize(("code", "place"), side_by_side(1) + side_by_side(5))
@@ -55,7 +65,25 @@ def test_the_lines_of_the_reference_are_its_own_in_their_order() -> None:
 
 @pytest.mark.parametrize(("begin", "place"), [("- **naive**", "triton_impl"), ("### 6. ", "reference")])
 def test_the_code_within_a_sentence_stands_in_the_sources(begin: str, place: str) -> None:
-    quoted = [code for code in CODE.findall(WALK.partition(begin)[2].partition("\n### ")[0]) if " " in code]
+    sentences = re.sub("^```.*?^```$", "", WALK.partition(begin)[2].partition("\n### ")[0], flags=re.M | re.S)
+    quoted = [code for code in CODE.findall(sentences) if " " in code]
     assert quoted
     for code in quoted:
         assert is_quoted(code, source(place)), code
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(one, id=one.name, marks=pytest.mark.skipif(one.is_missing, reason=one.needs)) for one in SUBJECTS],
+)
+def test_the_head_dims_whose_dq_is_added_up_by_atomics_are_those_of_the_shipped_tiles(subject: Subject) -> None:
+    ((_, rows),) = tables(6)
+    (cells,) = (cells for name, *cells in rows if name == f"`{subject.name}_impl/`")
+    for target, cell in zip(("ada", "hopper"), cells, strict=True):
+        said = [range(int(least), int(most) + 1, 8) for least, most in re.findall(r"(\d+)\.\.(\d+)", cell)]
+        for head_dim in range(16, 257, 8):
+            for mask in (Mask(), Mask.causal()):
+                shape = {"batch": 4, "heads_q": 8, "heads_kv": 8, "len_q": 4096, "len_k": 4096, "head_dim": head_dim}
+                tile, *_ = subject.port.tiles(Problem(**shape, mask=mask), Target.named(target), "backward")
+                adds = bool(tile.get("atomics", 0) or tile.get("atomic_dq", 0))
+                assert adds == any(head_dim in dims for dims in said), (target, head_dim, mask)
