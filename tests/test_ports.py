@@ -354,7 +354,7 @@ def test_a_launch_goes_to_the_current_stream(subject: Subject) -> None:
     grads = port.backward(inputs.do, None, q, k, v, expected, lse, problem, deterministic=True)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # the default stream is busy while the side stream works
+    torch.cuda._sleep(2_000_000_000)  # cycles: the default stream is busy while the side stream works
     with torch.cuda.stream(side):
         late = torch.zeros_like(q)
         torch.cuda._sleep(20_000_000)

@@ -32,7 +32,7 @@ from harness.suites import Case, load_suite
 from harness.trial import Trial
 
 from .fakes import FakePort
-from .subjects import SUBJECTS
+from .subjects import SUBJECTS, Subject, each
 from .test_bench import table
 from .test_report import Page
 from .test_timing import FakeStopwatch
@@ -475,17 +475,17 @@ def test_a_wrong_ceiling_and_one_that_nothing_can_measure_are_told(monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+@each()
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_on_a_card_the_kernels_have_the_names_that_the_port_says(subject: object, direction: Direction) -> None:
+def test_on_a_card_the_kernels_have_the_names_that_the_port_says(subject: Subject, direction: Direction) -> None:
     from harness.environment import prepare
 
     here = prepare()
     case = load_suite("walkthrough", small=False).only("n1024").cases[0]
     for target in (here.native, ADA):
         setting = jobs.Setting(here, target)
-        times = kernel_times(setting, subject.name, case, direction)  # type: ignore[attr-defined]
-        works = launches_of(setting, subject.name, case.problem, direction)  # type: ignore[attr-defined]
+        times = kernel_times(setting, subject.name, case, direction)
+        works = launches_of(setting, subject.name, case.problem, direction)
         assert times.reason == ""
         assert list(times.ms) == [work.kernel for work in works]
         assert all(min(ms) > 0 for ms in times.ms.values())

@@ -10,12 +10,14 @@ import torch
 from common import Unsupported, port_names
 from common.transformers import attend, check_mask, register
 
+from .subjects import SUBJECTS
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*is deprecated:FutureWarning")
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install '.[transformers]'"
 )
 device = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS = ["reference", "triton"] + [pytest.param(name, marks=pytest.mark.gpu) for name in ("tilelang", "cute")]
+IMPLS = ["reference"] + [pytest.param(one.name, marks=one.marks) for one in SUBJECTS]
 
 
 def model(family: str, impl: str, **changed: Any) -> Any:
