@@ -95,14 +95,14 @@ def sweep(
                         continue
                     swept.append(Swept(own, case, TileClass.of(case.problem, session.target, direction)))
                     _sweep(this, swept[-1], spaces[own, case.id + case.problem.id, direction])
-            finally:
+            finally:  # an interrupt takes nothing of what was found
                 notes = [*left, f"{time.monotonic() - begin:.1f} s in all."]
                 print_tables([_closing(this, swept, notes)], request.form)
                 if request.picture is not None:
                     stages = [stage for one in swept for stage in one.stages]
                     write_picture(request.picture, f"{heat_picture(stages, _where(session))}\n")
-        if request.write:
-            _write(swept)
+                if request.write:
+                    _write(swept)
     return _status(this, swept, all_asked and bool(idle or session.missing))
 
 

@@ -238,6 +238,19 @@ def test_what_is_faster_beyond_noise_wins_and_is_written(
     assert fresh.lookup(longer, ADA, "forward") == [SHIPPED]
 
 
+def test_what_was_found_before_an_interrupt_is_written(clock: Clock, suite: str, place: Path) -> None:
+    class Interrupted(Tiled):
+        def _build(self, problem: Problem, target: Target, direction: Direction, *rest: object) -> list[Build]:
+            if direction == "backward":
+                raise KeyboardInterrupt
+            return super()._build(problem, target, direction, *rest)  # type: ignore[arg-type]
+
+    clock.ms = {"64x64 w4 s2": 0.5}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(request(suite, directions="both", write=True), CARD, opened(Interrupted(place)))
+    assert TileTable(place).lookup(PROBLEM, ADA, "forward")[0] == Tile(64, 64, 4, 2)
+
+
 def test_within_noise_what_is_there_stays_and_nothing_is_written(
     clock: Clock, suite: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
