@@ -111,9 +111,9 @@ def report_command(
 ) -> None:
     """Write one HTML page of records: verdicts, bars of TFLOP/s, time and memory against N, losses, and all the tables.
 
-    It takes what --json of run, bench, matrix, memory, roofline and model has written; a file that has none of it is
-    told and left out. The page loads nothing: it can be mailed, and opens from disk. Its filters are kept in its
-    address, so that a link shows the same view.
+    It takes what --json of run, bench, matrix, ladder, memory, roofline and model has written; a file that has none of
+    it is told and left out, as one of a sweep is. The page loads nothing: it can be mailed, and opens from disk. Its
+    filters are kept in its address, so that a link shows the same view.
 
     Exit status: 0 all good, 2 wrong usage, or no file has anything.
 

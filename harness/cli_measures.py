@@ -138,7 +138,7 @@ def ladder_command(
     All rungs of all ports on all code paths are timed by turns, beside SDPA's flash backend. A table for each port and
     path tells TFLOP/s, % of SDPA, and the gain over the rung before with its 95 % interval. Tables across have all
     ports and paths beside each other, and below them one sentence for each rung says how far its gains agree. Without
-    a GPU the rungs are checked only.
+    a GPU those of Triton, which runs there, are checked only.
 
     Exit status: 0 all good, 1 a check failed, 2 wrong usage or a port named could not run.
 

@@ -89,16 +89,17 @@ def sweep_command(
 
     Each candidate is held to the shared memory of the target, then built, all cores at once, then checked, and those
     that pass are timed by turns, beside SDPA's flash backend. Of a backward the tile of the kernel of dk and dv comes
-    first, then that of dq. One problem of each class is swept: direction, dtype, head size, mask, and up to 1024 keys
-    or more. The tile that is there stays unless another one is faster with the whole 95 % interval, and does not spill
-    more. Without a GPU the candidates are built, and nothing is timed.
+    first, then that of dq, each from the best of the one before. One problem of each class is swept: direction, dtype,
+    head size, mask, and up to 1024 keys or more. The tile that is there stays unless another one is faster with the
+    whole 95 % interval, and does not spill more. Without a GPU the candidates are built, each kernel's beside the tile
+    that is there; nothing is timed, and nothing written.
 
     Exit status: 0 all good, 1 a check failed, 2 wrong usage, a port named could not run, or there was no time for all.
 
     \b
     Examples:
       harness sweep --impl triton --direction forward --target ada
-      harness sweep --impl cute --only d128-4k --warps 4 --extra lazy_rescale=1 --picture tiles.svg --write
+      harness sweep --impl cute --direction forward --only d128-4k --extra lazy_rescale=1 --picture tiles.svg --write
       harness sweep --impl triton --minutes 10 --json sweep.jsonl
       harness sweep --impl triton --resume sweep.jsonl
     """
@@ -108,6 +109,8 @@ def sweep_command(
         name, sign, numbers = (part.strip() for part in text.partition("="))
         if not (name and sign) or name in fields:
             raise UsageError(f"--extra takes NAME=N[,N…] of what is no option of its own, got {text!r}")
+        if name in values:
+            raise UsageError(f"--extra has {name} twice: several values of it go into one, as in {name}=N,N")
         values[name] = _values(f"extra {name}", numbers, least=0)
     here = prepare()
     from .sweep import sweep

@@ -186,7 +186,8 @@ def _across_table(kind: Kind, records: Sequence[Record]) -> Table:
         ]
     if timed:
         table.notes.append(
-            f"In brackets what is within 2 % of 1, or not clear. % of {_flash(first)}: with all switches on."
+            "In brackets: the 95 % interval is within 2 % of 1, or has 1 in it. "
+            f"% of {_flash(first)}: with all switches on."
         )
     return table
 

@@ -79,7 +79,7 @@ def roofline(
     if request.picture is not None:
         if not here.has_gpu:
             raise UsageError("--picture draws the rates that kernels achieve, which takes a GPU")
-        check_picture(request.picture)
+        check_picture(request.picture, request.json)
     opening = Session.open(request, here, open_port) if here.has_gpu else _without_card(request, here, open_port)
     with opening as session:
         if not session.ports:

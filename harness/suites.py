@@ -74,7 +74,11 @@ class Suite:
         cases = tuple(case for case in self.cases if case.matches(text))
         if not cases:
             names = ", ".join(dict.fromkeys(case.id for case in self.cases))
-            raise UsageError(f"--only {text!r} matches no problem of the suite {self.name}; its cases are {names}")
+            small = ", which is smaller without a GPU" if self.small else ""
+            raise UsageError(
+                f"--only {text!r} matches no problem of the suite {self.name}{small}; its cases are {names}, "
+                f"and its problems have names like {self.cases[-1].problem.id}"
+            )
         return replace(self, cases=cases)
 
     def in_dtype(self, dtype: torch.dtype) -> Suite:

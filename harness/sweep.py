@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 
 from common import Direction, Port, Tile
 from common.target import ADA
@@ -71,7 +72,7 @@ def sweep(
     if request.autotune:
         _check_autotune(request, here)
     if request.picture is not None:
-        check_picture(request.picture)
+        check_picture(request.picture, request.json)
     suite = load_suite(request.suite, small=False)
     variables = {} if here.has_gpu else {INTERPRET: "0"}
     with (
@@ -95,14 +96,17 @@ def sweep(
                         continue
                     swept.append(Swept(own, case, TileClass.of(case.problem, session.target, direction)))
                     _sweep(this, swept[-1], spaces[own, case.id + case.problem.id, direction])
-            finally:  # an interrupt takes nothing of what was found
+            finally:
+                if request.write:  # first: neither an interrupt nor a closed pipe takes what was found
+                    _write_entries(swept)
                 notes = [*left, f"{time.monotonic() - begin:.1f} s in all."]
                 print_tables([_closing(this, swept, notes)], request.form)
                 if request.picture is not None:
                     stages = [stage for one in swept for stage in one.stages]
                     write_picture(request.picture, f"{heat_picture(stages, _where(session))}\n")
-                if request.write:
-                    _write(swept)
+        if request.write:
+            for table, entries in _entries_of(swept).items():
+                print(f"{table}: {len(entries)} entries written" if entries else f"{table}: as it was")
     return _status(this, swept, all_asked and bool(idle or session.missing))
 
 
@@ -244,13 +248,20 @@ def _outcome(this: Sweeping, one: Swept) -> str:
     return f"{new}{words}"
 
 
-def _write(swept: list[Swept]) -> None:
+def _entries_of(swept: list[Swept]) -> dict[Path, list[Entry]]:
+    """What was found for the table of each port."""
+    found: dict[Path, list[Entry]] = {one.space.table: [] for one in swept if one.space is not None}
+    for one in swept:
+        if one.entry is not None and one.space is not None:
+            found[one.space.table].append(one.entry)
+    return found
+
+
+def _write_entries(swept: list[Swept]) -> None:
     """Puts what was found into the tables of the ports."""
-    for table in dict.fromkeys(one.space.table for one in swept if one.space is not None):
-        entries = [one.entry for one in swept if one.entry and one.space and one.space.table == table]
+    for table, entries in _entries_of(swept).items():
         if entries:
             write_entries(table, entries)
-        print(f"{table}: {len(entries)} entries written" if entries else f"{table}: as it was")
 
 
 def _status(this: Sweeping, swept: list[Swept], lacks_port: bool) -> int:

@@ -7,12 +7,12 @@ from itertools import product
 
 from .baselines import BASELINES, SDPA_FLASH
 from .bench_tables import changed_notes, path_of, provenance_notes
-from .candidates import Candidate, Stage
+from .candidates import Candidate, Stage, merged
 from .names import grid_of, own_name
 from .reader import Record
 from .records import problem_of, tile_of, timing_of
 from .tables import Table, problem_cells
-from .timing import FLOP_CONVENTION
+from .timing import FLOP_CONVENTION, Timing
 
 BLANK = "–"
 SIDES = ("block_m", "block_n")  # the axes of a heat map; of the kernel of dq its own sides
@@ -217,7 +217,7 @@ def swept_tables(records: Iterable[Record]) -> list[Table]:
     """
     ports: dict[tuple[str, str], dict[tuple[str, ...], list[Record]]] = {}
     for record in filter(is_candidate, records):
-        key = record["case"], record["problem"]["id"], grid_of(record["port"])
+        key = record["case"], record["problem"]["id"], record["provenance"]["date"], grid_of(record["port"])
         ports.setdefault((own_name(record["port"]), path_of(record)), {}).setdefault(key, []).append(record)
     tables = []
     for (port, path), stages in ports.items():
@@ -225,7 +225,8 @@ def swept_tables(records: Iterable[Record]) -> list[Table]:
             f"Tiles of {port} swept, {path}",
             (
                 *("direction, grid", "B,H,D", "dtype", "N", "mask", "timed", "fastest", "ms"),
-                *(f"% of {SDPA_FLASH.title}", "there before", "how many times as fast as it", "95 %"),
+                *(f"% of {SDPA_FLASH.title}", "second", "how many times as fast as it", "95 %"),
+                *("there before", "as fast as that", "95 % of that"),
             ),
             labels=5,
         )
@@ -234,6 +235,10 @@ def swept_tables(records: Iterable[Record]) -> list[Table]:
             if cells is not None:
                 table.add(grid, *cells)
         everyone = [record for members in stages.values() for record in members]
+        table.notes.append(
+            "The fastest takes the place of what was there if it is faster with the whole interval, and does not spill "
+            "more unless that is asked for. Each grid of a direction starts from what the one before has chosen."
+        )
         table.notes += [*provenance_notes(everyone), *changed_notes(everyone)]
         tables += [table] if table.rows else []
     return tables
@@ -244,18 +249,29 @@ def _swept_cells(members: Sequence[Record]) -> tuple[str, ...] | None:
     timed = [(record, times) for record in members if (times := timing_of(record)) is not None]
     if not timed:
         return None
-    best, times = min(timed, key=lambda one: one[1].median(one[0]["port"]))
+    times = merged([own for _, own in timed])
+    ranked = sorted((record for record, _ in timed), key=lambda record: times.median(record["port"]))
+    best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     name, flash = best["port"], SDPA_FLASH.name
-    there = next((other for other in times.host_us if other != name and other not in BASELINES), name)
-    ratio = times.speed(name, there)
-    before = next((str(tile_of(record["tile"])) for record in members if record["port"] == there), BLANK)
+    # A record has the times of its own candidate, of what was there, and of the baseline.
+    own = timing_of(best)
+    assert own is not None
+    there = next((other for other in own.host_us if other != name and other not in BASELINES), name)
+    before = next((record for record in members if record["port"] == there), None)
     return (
         *problem_cells(problem_of(best["problem"])),
         f"{len(timed)} of {len(members)}",
         str(tile_of(best["tile"])),
         f"{times.median(name):.4f}",
         f"{100 * times.median(flash) / times.median(name):.1f}" if flash in times.host_us else BLANK,
-        "the same" if there == name else before,
-        f"{ratio.value:.3f}",
-        f"{ratio.low:.3f}–{ratio.high:.3f}",
+        *_beside(times, name, second),
+        *(("the same", BLANK, BLANK) if there == name else _beside(times, name, before)),
     )
+
+
+def _beside(times: Timing, name: str, other: Record | None) -> tuple[str, str, str]:
+    """The tile of another candidate, and how many times as fast as it the named one is, with the interval."""
+    if other is None:
+        return BLANK, BLANK, BLANK
+    ratio = times.speed(name, other["port"])
+    return str(tile_of(other["tile"])), f"{ratio.value:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}"

@@ -32,13 +32,14 @@ class WeightedSum(torch.autograd.Function):
 
 
 def checked(
-    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor | None = None, *, interpreted: bool = False
+    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor | None = None, *, interpreted: bool | None = None
 ) -> tuple[torch.Tensor, ...]:
     """`x (M, D)`, `weight (D,)` and, where it is given, `dy (M,)` as kernels read them: packed, from 16 bytes on.
 
     A tensor that lies otherwise is copied; one that autograd watches is detached, for the languages refuse it.
     Raises TypeError for another dtype than fp16, bf16 and fp32, or than that of x; ValueError for another shape, an x
     without elements, another device than that of x, or one that is not CUDA's, unless kernels are interpreted.
+    interpreted: whether they are; None where the language has no interpreter.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
@@ -53,10 +54,8 @@ def checked(
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     if x.device.type != "cuda" and not interpreted:
-        raise ValueError(
-            f"x must be on a CUDA device, got {x.device}; the CPU has Triton's interpreter only, which takes "
-            "TRITON_INTERPRET=1 in the environment before Python starts"
-        )
+        how = "" if interpreted is None else "; on the CPU: TRITON_INTERPRET=1 in the environment before Python starts"
+        raise ValueError(f"x must be on a CUDA device, got {x.device}{how}")
     return tuple(_packed(tensor) for tensor in (x, *(tensor for _, tensor, _ in others)))
 
 

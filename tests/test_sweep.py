@@ -251,6 +251,19 @@ def test_what_was_found_before_an_interrupt_is_written(clock: Clock, suite: str,
     assert TileTable(place).lookup(PROBLEM, ADA, "forward")[0] == Tile(64, 64, 4, 2)
 
 
+def test_what_was_found_is_written_when_its_tables_cannot_be_printed(
+    clock: Clock, suite: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*tables: object) -> None:
+        raise BrokenPipeError
+
+    clock.ms = {"64x64 w4 s2": 0.5}
+    monkeypatch.setattr("harness.sweep._closing", closed)
+    with pytest.raises(BrokenPipeError):
+        sweep(request(suite, write=True), CARD, opened(Tiled(place)))
+    assert TileTable(place).lookup(PROBLEM, ADA, "forward")[0] == Tile(64, 64, 4, 2)
+
+
 def test_within_noise_what_is_there_stays_and_nothing_is_written(
     clock: Clock, suite: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -374,6 +387,8 @@ def test_it_goes_on_from_what_was_built_and_from_what_was_timed(
     assert swept.title == "Tiles of triton swept, ada path on the CPU"
     row = dict(zip(swept.columns, swept.rows[0], strict=True))
     assert (row["timed"], row["fastest"], row["there before"]) == ("11 of 11", "64x64 w4 s2", str(SHIPPED))
+    assert 1.9 < float(row["as fast as that"]) < 2.1
+    assert Tile.from_text(row["second"]) != Tile(64, 64, 4, 2)
     assert 1.9 < float(row["how many times as fast as it"]) < 2.1
     with pytest.raises(UsageError, match="holds the candidates of a sweep only"):
         read_runs([whole])
@@ -535,6 +550,8 @@ def built_first(records: list[dict]) -> str:
         (["--autotune"], "--autotune times kernels, which takes a GPU"),
         (["--picture", "/dev/null"], "--picture /dev/null cannot be written: it is a device"),
         (["--picture", "/nodir/x.svg"], "--picture /nodir/x.svg cannot be written: there is no folder /nodir"),
+        (["--extra", "a=1", "--extra", "a=0"], "--extra has a twice: several values of it go into one, as in a=N,N"),
+        (["--picture", "x.svg", "--json", "./x.svg"], "--picture x.svg is the file that the records go to"),
         (["--picture", "x.png"], "--picture draws an SVG file: its name must end in .svg, got x.png"),
         (["--resume", "/nowhere/x.jsonl"], "/nowhere/x.jsonl cannot be read"),
     ],
