@@ -131,7 +131,7 @@ def test_wrong_tensors_are_named(x, weight, dy, kind: type[Exception], message: 
 @pytest.mark.parametrize("name", ["tilelang", "cute"])
 def test_without_an_interpreter_cpu_tensors_are_refused(name: str) -> None:
     pytest.importorskip(NEEDS[name][1], exc_type=ImportError)
-    with pytest.raises(ValueError, match="^x must be on a CUDA device, got cpu$"):
+    with pytest.raises(ValueError, match=r"^x must be on a CUDA device, got cpu$"):
         WeightedSum.apply(X, WEIGHT, importlib.import_module(f"primer.{name}_primer"))
 
 
