@@ -11,13 +11,13 @@ import math
 import pickle
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import product
 
 from common import Direction, Kernel, Problem
 
 from .environment import core_count
-from .isolation import Caller, Lost, Worker
+from .isolation import Caller, Lost, processes
 from .jobs import Setting
 from .names import own_name, switches_of, tiles_of
 from .session import Session, in_order, progress
@@ -62,15 +62,15 @@ def compile_ahead(
             if time.monotonic() < until:
                 caller.call(compile_kernel, kernel, sm)
 
-    own = [Worker(request.limit_s, 1, session.variables) for _ in range(count)] if not workers else []
-    try:
-        with progress("compiling", len(kernels)) as begin, in_order(workers or own, compile_there, kernels) as outcomes:
-            for outcome in outcomes:
-                begin("")
-                outcome()
-    finally:
-        for worker in own:
-            worker.close()
+    those = nullcontext(workers) if workers else processes(count, request.limit_s, session.variables)
+    with (
+        those as callers,
+        progress("compiling", len(kernels)) as begin,
+        in_order(callers, compile_there, kernels) as outcomes,
+    ):
+        for outcome in outcomes:
+            begin("")
+            outcome()
     return len(kernels)
 
 

@@ -13,7 +13,7 @@ from .provenance import changed_ports, in_words
 from .reader import Record
 from .records import problem_of, tile_of, timing_of
 from .tables import Table, problem_cells
-from .timing import FLOP_CONVENTION, Timing, why_throttled
+from .timing import FLOP_CONVENTION, why_throttled
 
 SPAN_WORDS = {"forward": "forward", "backward": "backward", "both": "forward and backward in one launch"}
 
@@ -93,16 +93,11 @@ def _port_cells(record: Record, beside: str | None) -> tuple[str, ...]:
     ms = times.median(port)
     percent, interval = "–", "–"
     if beside in times.host_us:
-        percent, interval = _ratio_cells(times, port, beside)
+        percent, interval = times.speed(port, beside).cells(1, 100)
     sensors = [r.sensors for r in times.rounds]
     clock, power = (_median(x) for x in ([s.sm_mhz for s in sensors], [s.power_w for s in sensors]))
     figures = f"{ms:.4f}", f"{record['flops'] / 1e9 / ms:.1f}", percent, interval, f"{times.host_us[port]:.0f}"
     return *about, *figures, *seconds, clock, power, f"{times.throttled}/{len(times.rounds)}", check_cell(record)
-
-
-def _ratio_cells(times: Timing, port: str, beside: str) -> tuple[str, str]:
-    ratio = times.speed(port, beside)
-    return f"{100 * ratio.value:.1f}", f"{100 * ratio.low:.1f}–{100 * ratio.high:.1f}"
 
 
 def _median(values: Sequence[float | None]) -> str:
@@ -217,6 +212,8 @@ def beside_itself(records: Sequence[Record]) -> list[Table]:
         inside += contains
         problem = problem_of(record["problem"])
         about = port, record["direction"], *problem_cells(problem)
-        table.add(*about, *_ratio_cells(times, port, own_name(port)), "yes" if contains else "no", problem=problem)
+        table.add(
+            *about, *times.speed(port, own_name(port)).cells(1, 100), "yes" if contains else "no", problem=problem
+        )
     table.notes.append(f"{inside} of {len(table.rows)} intervals contain 100 %; of 95 % intervals one in 20 does not.")
     return [table]

@@ -188,8 +188,7 @@ def _cells(cell: Cell) -> tuple[str, ...]:
         times.append(f"{timing.median(record['port']):.4f}" if timing else "–")
     percent, interval = "–", "–"
     if cell.speed is not None:
-        percent = f"{100 * cell.speed.value:.1f}"
-        interval = f"{100 * cell.speed.low:.1f}–{100 * cell.speed.high:.1f}"
+        percent, interval = cell.speed.cells(1, 100)
     was, now = cell.before["verdict"], cell.after["verdict"]
     check = was if was == now else f"{was}, now {now}"
     if was == "pass" != now:

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import MappingProxyType
@@ -207,3 +208,14 @@ def _device_answers() -> bool:
     except Exception:
         return False
     return True
+
+
+@contextmanager
+def processes(count: int, limit_s: float, environment: Mapping[str, str]) -> Iterator[list[Worker]]:
+    """So many workers of one thread each, which end with the context."""
+    workers = [Worker(limit_s, 1, environment) for _ in range(count)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()

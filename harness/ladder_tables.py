@@ -149,13 +149,8 @@ def _figures(record: Record) -> tuple[str, ...]:
         return (BLANK,) * 6
     ms, gain = times.median(record["port"]), gain_of(record)
     flash = next((b["port"] for b in record["baselines"] if b["port"] in times.host_us), None)
-    beside = _cells(times.speed(record["port"], flash), 100, 1) if flash else (BLANK, BLANK)
-    return f"{ms:.4f}", f"{record['flops'] / 1e9 / ms:.1f}", *beside, *(_cells(gain, 1, 3) if gain else (BLANK, BLANK))
-
-
-def _cells(ratio: Ratio, unit: int, digits: int) -> tuple[str, str]:
-    value, low, high = (f"{unit * x:.{digits}f}" for x in (ratio.value, ratio.low, ratio.high))
-    return value, f"{low}–{high}"
+    beside = times.speed(record["port"], flash).cells(1, 100) if flash else (BLANK, BLANK)
+    return f"{ms:.4f}", f"{record['flops'] / 1e9 / ms:.1f}", *beside, *(gain.cells(3) if gain else (BLANK, BLANK))
 
 
 def _flash(record: Record) -> str:

@@ -22,7 +22,7 @@ from .baselines.protocol import flops_of
 from .candidates import Candidate, Stage, choose, merged, refusals
 from .compile import Item, Row, build_of, build_record
 from .environment import INTERPRET, core_count
-from .isolation import Caller, Here, Lost, Worker
+from .isolation import Caller, Here, Lost, processes
 from .jobs import TimedRow
 from .names import own_name, tiles_of, with_tile
 from .reader import Record
@@ -86,17 +86,14 @@ class Sweeping:
 
 
 @contextmanager
-def builders(request: SweepRequest) -> Iterator[list[Caller]]:
+def builders(request: SweepRequest) -> Iterator[Sequence[Caller]]:
     """Processes that build, one a core; they end with the context."""
-    workers: list[Caller] = [Here()]
-    if request.isolated:  # a process that interprets kernels holds none that compile
-        count = min(core_count(), PROCESSES_MOST)
-        workers = [Worker(request.limit_s, 1, {INTERPRET: "0"}) for _ in range(count)]
-    try:
+    if not request.isolated:
+        yield [Here()]
+        return
+    # A process that interprets kernels holds none that compile.
+    with processes(min(core_count(), PROCESSES_MOST), request.limit_s, {INTERPRET: "0"}) as workers:
         yield workers
-    finally:
-        for worker in workers:
-            worker.close()
 
 
 def run_stage(

@@ -246,26 +246,22 @@ def swept_tables(records: Iterable[Record]) -> list[Table]:
 
 def _swept_cells(members: Sequence[Record]) -> tuple[str, ...] | None:
     """The cells of one grid; None when nothing of it was timed."""
-    timed = [(record, times) for record in members if (times := timing_of(record)) is not None]
+    timed = {record["port"]: times for record in members if (times := timing_of(record)) is not None}
     if not timed:
         return None
-    times = merged([own for _, own in timed])
-    ranked = sorted((record for record, _ in timed), key=lambda record: times.median(record["port"]))
-    best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-    name, flash = best["port"], SDPA_FLASH.name
+    times = merged(list(timed.values()))
+    name, *others = sorted(timed, key=times.median)
+    named, flash = {record["port"]: record for record in members}, SDPA_FLASH.name
     # A record has the times of its own candidate, of what was there, and of the baseline.
-    own = timing_of(best)
-    assert own is not None
-    there = next((other for other in own.host_us if other != name and other not in BASELINES), name)
-    before = next((record for record in members if record["port"] == there), None)
+    there = next((other for other in timed[name].host_us if other != name and other not in BASELINES), name)
     return (
-        *problem_cells(problem_of(best["problem"])),
+        *problem_cells(problem_of(named[name]["problem"])),
         f"{len(timed)} of {len(members)}",
-        str(tile_of(best["tile"])),
+        str(tile_of(named[name]["tile"])),
         f"{times.median(name):.4f}",
         f"{100 * times.median(flash) / times.median(name):.1f}" if flash in times.host_us else BLANK,
-        *_beside(times, name, second),
-        *(("the same", BLANK, BLANK) if there == name else _beside(times, name, before)),
+        *_beside(times, name, named[others[0]] if others else None),
+        *(("the same", BLANK, BLANK) if there == name else _beside(times, name, named.get(there))),
     )
 
 
@@ -273,5 +269,4 @@ def _beside(times: Timing, name: str, other: Record | None) -> tuple[str, str, s
     """The tile of another candidate, and how many times as fast as it the named one is, with the interval."""
     if other is None:
         return BLANK, BLANK, BLANK
-    ratio = times.speed(name, other["port"])
-    return str(tile_of(other["tile"])), f"{ratio.value:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}"
+    return str(tile_of(other["tile"])), *times.speed(name, other["port"]).cells(3)

@@ -101,6 +101,11 @@ class Ratio:
     low: float
     high: float
 
+    def cells(self, digits: int, unit: int = 1) -> tuple[str, str]:
+        """The cells of a table: the ratio and its interval, with so many digits; unit: 100 for per cent."""
+        value, low, high = (f"{unit * x:.{digits}f}" for x in (self.value, self.low, self.high))
+        return value, f"{low}–{high}"
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -177,8 +182,7 @@ def speed_cells(timing: Timing, ours: str, theirs: str | None, flops: int) -> tu
     (our_ms, our_speed), (their_ms, their_speed) = cells(ours), cells(theirs)
     percent, interval = "–", "–"
     if theirs in timing.rounds[0].ms:
-        ratio = timing.speed(ours, theirs)
-        percent, interval = f"{100 * ratio.value:.1f}", f"{100 * ratio.low:.1f}–{100 * ratio.high:.1f}"
+        percent, interval = timing.speed(ours, theirs).cells(1, 100)
     return our_ms, their_ms, our_speed, their_speed, percent, interval
 
 

@@ -87,8 +87,5 @@ def test_the_head_dims_whose_dq_is_added_up_by_atomics_are_those_of_the_shipped_
                 tile, *_ = subject.port.tiles(Problem(**shape, mask=mask), Target.named(target), "backward")
                 adds = bool(tile.get("atomics", 0) or tile.get("atomic_dq", 0))
                 those = [(least, most) for least, most, bare in said if not bare or mask == Mask()]
-                assert adds == any(int(least) <= head_dim <= int(most) for least, most in those), (
-                    target,
-                    head_dim,
-                    mask,
-                )
+                told = any(int(least) <= head_dim <= int(most) for least, most in those)
+                assert adds == told, (target, head_dim, mask)

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from ..bench_tables import SPAN_WORDS, across_tables, beside_itself, port_tables, title_of
 from ..reader import Record
 from ..tables import Table, problem_cells
-from ..timing import FLOP_CONVENTION, Ratio
+from ..timing import FLOP_CONVENTION
 from .bars import Bar, bar_chart
 from .cards import Card
 from .contestants import Contestant
@@ -141,8 +141,8 @@ def _numbers(rows: Sequence[Row], baseline: str | None, where: str, facets: Face
     for row in rows:
         about = row.case, problem_cells(row.problem)[2], str(row.problem.batch)
         for time in row.times:
-            figures = f"{time.ms.value:.4f}", _interval(time.ms, 4), f"{time.tflops.value:.1f}", _interval(time.tflops)
-            ratio = ("–", "–") if time.beside is None else _percent(time.beside)
+            figures = *time.ms.cells(4), *time.tflops.cells(1)
+            ratio = ("–", "–") if time.beside is None else time.beside.cells(1, 100)
             rounds = f"{time.throttled}/{time.rounds}", f"{time.late}/{time.rounds}"
             table.add(*about, time.who.title, time.verdict, *figures, *ratio, *rounds, problem=row.problem)
             whos.append(time.who.name)
@@ -151,11 +151,3 @@ def _numbers(rows: Sequence[Row], baseline: str | None, where: str, facets: Face
             whos.append(who.name)
     table.notes.append(INTERVALS)
     return page_table(table, facets, rows=[{"who": name} for name in whos])
-
-
-def _interval(ratio: Ratio, digits: int = 1) -> str:
-    return f"{ratio.low:.{digits}f}–{ratio.high:.{digits}f}"
-
-
-def _percent(ratio: Ratio) -> tuple[str, str]:
-    return f"{100 * ratio.value:.1f}", f"{100 * ratio.low:.1f}–{100 * ratio.high:.1f}"
